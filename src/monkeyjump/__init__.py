@@ -1,0 +1,1 @@
+"""Routed parameter-efficient fine-tuning for Hugging Face models."""

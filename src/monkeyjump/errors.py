@@ -1,0 +1,18 @@
+"""The one error users see for their own input: every problem at once, each with its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """Input that cannot work. `problems` holds one sentence per problem: field, value, rule, fix."""
+
+    def __init__(self, problems: str | Sequence[str], title: str = "invalid configuration") -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        if len(self.problems) == 1:
+            message = f"{title}: {self.problems[0]}"
+        else:
+            lines = "\n".join(f"  - {problem}" for problem in self.problems)
+            message = f"{title}, {len(self.problems)} problems:\n{lines}"
+        super().__init__(message)
