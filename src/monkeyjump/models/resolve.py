@@ -1,0 +1,196 @@
+"""From a name to a model and its tokenizer: the bundled default, a local folder, a GGUF file, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.models.bundled import BUNDLED, SMOLLM2, cached_folder, ensure, is_cached
+from monkeyjump.models.gguf import load_gguf, require_gguf
+from monkeyjump.models.hub import cached_snapshot, hub_reachable, why_unreachable
+from monkeyjump.registry import did_you_mean
+
+DEFAULT_MODEL = SMOLLM2.name
+Kind = Literal["bundled", "folder", "gguf", "hub"]
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """Where a model is. `source` and `options` are what `from_pretrained` of model and tokenizer take."""
+
+    name: str
+    kind: Kind
+    source: str
+    gguf_file: str | None = None
+    local_files_only: bool = False
+    revision: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"local_files_only": self.local_files_only}
+        if self.gguf_file:
+            options["gguf_file"] = self.gguf_file
+        if self.revision:
+            options["revision"] = self.revision
+        return options
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """One line of `monkeyjump models`."""
+
+    name: str
+    kind: Kind
+    state: Literal["cached", "missing"]
+    size: int | None  # bytes on disk
+    path: str
+
+
+def resolve(name: str = DEFAULT_MODEL, revision: str | None = None) -> ResolvedModel:
+    """Find a model. The bundled default is fetched if it is not there yet; a hub id is only checked for being within reach."""
+    path = Path(name).expanduser()
+    if name in BUNDLED or (_is_moved_cache(path) and not path.exists()):
+        return ResolvedModel(path.name, "bundled", str(ensure(BUNDLED[path.name])), local_files_only=True)
+    if path.is_file():
+        return _from_file(name, path)
+    if path.is_dir():
+        return _from_folder(name, path)
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        raise _problem(f"model {name!r} looks like a path, and there is no such file or folder. Check the path.")
+    return _from_hub(name, revision)
+
+
+def _is_moved_cache(path: Path) -> bool:
+    """`.../models/smollm2-135m`: the path an adapter made on another machine remembers as its base model."""
+    return path.name in BUNDLED and path.parent.name == "models"
+
+
+def _from_file(name: str, path: Path) -> ResolvedModel:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise _problem(
+            f"model {name!r} is a file but not GGUF (it starts with {magic!r}). Pass a GGUF file or a folder."
+        )
+    return ResolvedModel(name, "gguf", str(path.parent), gguf_file=path.name, local_files_only=True)
+
+
+def _from_folder(name: str, path: Path) -> ResolvedModel:
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise _problem(
+            f"model {name!r} holds an adapter, not a model. Pass its base model here and the adapter as the adapter."
+        )
+    if not (path / "config.json").is_file():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return _from_file(name, ggufs[0])
+        there = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise _problem(
+            f"model {name!r}: the folder has no config.json (it holds {there}). Pass a folder saved by save_pretrained."
+        )
+    return ResolvedModel(name, "folder", str(path), local_files_only=True)
+
+
+def _from_hub(name: str, revision: str | None) -> ResolvedModel:
+    if hub_reachable():
+        return ResolvedModel(name, "hub", name, revision=revision)
+    if cached_snapshot(name, revision) is not None:
+        return ResolvedModel(name, "hub", name, local_files_only=True, revision=revision)
+    raise _problem(
+        f"model {name!r} is not a local path and not in the Hugging Face cache, and the hub cannot be used "
+        f"({why_unreachable()}).{did_you_mean(name, list(BUNDLED))} "
+        f"Go online once, pass a folder or a GGUF file, or use {DEFAULT_MODEL!r}, which needs only a package index."
+    )
+
+
+def _problem(message: str) -> ConfigError:
+    return ConfigError(message, title="model not available")
+
+
+def load_model(name: str = DEFAULT_MODEL, dtype: Any = None, device: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+    """Model in eval mode and tokenizer with a chat template, a pad and an eos token.
+
+    `dtype` None: float32 on a CPU, as stored elsewhere. `kwargs` go to `AutoModelForCausalLM.from_pretrained`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    revision = kwargs.pop("revision", None)
+    resolved = resolve(name, revision)
+    if dtype is None:
+        dtype = torch.float32 if device is None or torch.device(device).type == "cpu" else "auto"
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype)
+    try:
+        tokenizer = load_tokenizer(resolved)
+        if resolved.gguf_file:
+            model = load_gguf(resolved.source, resolved.gguf_file, dtype, **kwargs)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(resolved.source, dtype=dtype, **resolved.options, **kwargs)
+    except (OSError, ImportError) as error:  # ConfigError, a ValueError, passes
+        reason = str(error).strip().splitlines()[0]
+        raise _problem(
+            f"model {name!r} ({resolved.kind}, {resolved.source}) does not load: {reason}. Check name and files."
+        ) from error
+    if device is not None:
+        model = model.to(device)
+    return model.eval(), tokenizer
+
+
+def load_tokenizer(model: str | ResolvedModel) -> Any:
+    """The tokenizer of a model; where it lacks a pad token or a chat template (base models), a plain one is added."""
+    from transformers import AutoTokenizer
+
+    resolved = resolve(model) if isinstance(model, str) else model
+    if resolved.gguf_file:
+        require_gguf(resolved.gguf_file)
+    tokenizer = AutoTokenizer.from_pretrained(resolved.source, **resolved.options)
+    if tokenizer.eos_token is None:
+        raise _problem(
+            f"model {resolved.name!r}: its tokenizer has no eos token, so answers cannot end. Set one and save it."
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    return tokenizer
+
+
+# For base models, which have no template of their own: the conversation as labelled paragraphs.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
+)
+
+
+def list_models() -> list[ModelState]:
+    """The bundled models, and every model in the Hugging Face cache."""
+    return [*_bundled_states(), *_hub_states()]
+
+
+def _bundled_states() -> Iterator[ModelState]:
+    for name in BUNDLED:
+        folder = cached_folder(name)
+        if is_cached(name):
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            yield ModelState(name, "bundled", "cached", size, str(folder))
+        else:
+            yield ModelState(name, "bundled", "missing", None, str(folder))
+
+
+def _hub_states() -> Iterator[ModelState]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir()
+    except CacheNotFound:
+        return
+    for repo in sorted(found.repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == "model":
+            yield ModelState(repo.repo_id, "hub", "cached", repo.size_on_disk, str(repo.repo_path))
