@@ -1,0 +1,296 @@
+"""Spherical k-means over many blocks at once: a pure function of tokens and a seed.
+
+Shapes: L blocks (G of them in a group), N tokens, D hidden, K clusters, S restarts, T trials of one seeding step.
+
+The direction of a token is all that counts: assignment is by cosine and centres have norm 1. A token's norm does not
+change which centre is nearest, so raw tokens go straight into `C @ x^T` and the norm enters once, as the weight 1/|x|
+in `onehot @ x`: no normalised copy of x exists. A token whose fp32 norm is 0 has no direction: it is label -1 and takes
+part in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from monkeyjump.errors import ConfigError
+
+# Scratch memory of one fit: half for per-token state of a group of blocks, half for one chunk of tokens. A single block
+# is never split, so 4 * S * (T + 2) bytes per token is the floor.
+SCRATCH_BYTES = 256 * 2**20
+# Iterations between two looks at the result from the host; each look waits for the device.
+CHECK_EVERY = 4
+# Squared chords under this are rounding (a few fp32 ulp of a cosine near 1): the two directions are the same.
+SAME_DIRECTION = 5e-7
+
+
+@dataclass(frozen=True)
+class KMeansResult:
+    """Clusters of each block, largest first."""
+
+    centers: Tensor  # [L, K, D] fp32, norm 1
+    labels: Tensor  # [L, N] int64, -1 for tokens of norm 0
+    sizes: Tensor  # [L, K] int64; 0 only where a block has fewer than K distinct directions
+    inertia: Tensor  # [L] fp64, sum of squares of the normalised tokens around the mean of their cluster
+    iterations: Tensor  # [L] int64, of the restart that was kept
+    mean_norms: Tensor  # [L, K] fp32, mean norm of the raw tokens of a cluster
+
+
+@torch.no_grad()
+def spherical_kmeans(
+    x: Tensor,
+    k: int,
+    *,
+    seed: int = 0,
+    restarts: int = 10,
+    max_iter: int = 100,
+    tol: float = 1e-4,
+    progress: Callable[[int, int], None] | None = None,
+) -> KMeansResult:
+    """Cluster the tokens x [L, N, D] of each block by direction; [N, D] is one block (the result keeps L = 1).
+
+    The best of `restarts` greedy k-means++ starts is kept, by the sum of cosines to the centres. A restart has
+    converged when no centre moves by more than `tol`. All blocks use the same random draws, so that a block gives the
+    same clusters alone and in a batch; the global random state is neither read nor changed.
+    `progress(blocks_done, blocks)` is called after each group of blocks.
+    """
+    _check_arguments(x, k, restarts, max_iter, tol)
+    x = x if x.dim() == 3 else x[None]
+    trials = 2 + int(math.log(k))  # scikit-learn's number
+    # on the CPU whatever the device of x, so that devices agree
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(k, restarts, trials, generator=generator, dtype=torch.float64).to(x.device)
+    blocks, n_tokens, _ = x.shape
+    group = max(1, SCRATCH_BYTES // 2 // (4 * restarts * (trials + 2) * n_tokens))
+    parts = []
+    with torch.autocast(x.device.type, enabled=False):
+        norms = _token_norms(x)
+        _check_tokens(norms, k)
+        for start in range(0, blocks, group):
+            tokens = _Tokens(x[start : start + group], norms[start : start + group])
+            centers, gain, iterations = _lloyd(tokens, _seed(tokens, draws), max_iter, tol)
+            parts.append(_describe(tokens, *_best_restart(tokens, centers, gain, iterations)))
+            if progress is not None:
+                progress(min(start + group, blocks), blocks)
+    return KMeansResult(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+
+class _Tokens:
+    """The raw tokens of a group of blocks, read in fp32 a chunk at a time."""
+
+    def __init__(self, x_GND: Tensor, norms_GN: Tensor) -> None:
+        self.x, self.norms = x_GND, norms_GN
+        self.valid = norms_GN > 0
+        self.inverse = torch.where(self.valid, 1 / norms_GN, 0.0)
+
+    def chunks(self, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
+        """(where, tokens [G, n, D] in fp32); the fp32 copy and `bytes_per_token` fill the chunk half of the scratch."""
+        return _chunks(self.x, bytes_per_token)
+
+    def directions(self, index_GM: Tensor) -> Tensor:
+        """Unit vectors [G, M, D] of the tokens at index_GM."""
+        picked = self.x.take_along_dim(index_GM[..., None], 1).float()
+        return picked * self.inverse.gather(1, index_GM)[..., None]
+
+
+def _chunks(x: Tensor, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
+    copy = 0 if x.dtype == torch.float32 else 4 * x.shape[2]
+    size = max(1, SCRATCH_BYTES // 2 // (x.shape[0] * (copy + bytes_per_token)))
+    for start in range(0, x.shape[1], size):
+        where = slice(start, min(start + size, x.shape[1]))
+        yield where, x[:, where].float()
+
+
+def _seed(tokens: _Tokens, draws_KST: Tensor) -> Tensor:
+    """Greedy k-means++: of T tokens drawn by squared chord to the seeds so far, keep the one that helps most."""
+    (G, N, D), (K, S, T) = tokens.x.shape, draws_KST.shape
+    closest = 4.0 * tokens.valid[:, None].float().expand(G, S, N)  # 4: the largest chord, so a uniform first draw
+    trial = closest.new_empty(G, S, T, N)
+    seeds = []
+    for step in range(K):
+        t = 1 if step == 0 else T
+        index = _draw(closest, draws_KST[step, :, :t], tokens.valid)
+        candidates = tokens.directions(index.flatten(1))
+        for where, chunk in tokens.chunks(8 * S * T):
+            cosine = torch.bmm(candidates, chunk.mT).mul_(tokens.inverse[:, None, where])
+            chord = cosine.mul_(-2).add_(2).view(G, S, t, -1)
+            chord.masked_fill_(chord < SAME_DIRECTION, 0)
+            torch.minimum(chord, closest[:, :, None, where], out=trial[:, :, :t, where])
+        best = trial[:, :, :t].sum(-1, dtype=torch.float64).argmin(-1)[..., None, None]
+        closest = trial.take_along_dim(best, 2).squeeze(2)
+        seeds.append(candidates.view(G, S, t, D).take_along_dim(best, 2).squeeze(2))
+    return torch.stack(seeds, 2)
+
+
+def _draw(weight_GSN: Tensor, draws_ST: Tensor, valid_GN: Tensor) -> Tensor:
+    """Token indices [G, S, T] in proportion to the weights; uniform where every weight is 0 (all served exactly)."""
+    picks = []
+    for weight, draws in zip(weight_GSN.unbind(1), draws_ST, strict=True):  # one restart at a time: fp64 [G, N]
+        exact = weight.sum(-1, keepdim=True) == 0
+        cumulative = torch.where(exact, valid_GN.float(), weight).cumsum(-1, dtype=torch.float64)
+        # right=True finds the first token whose cumulative weight exceeds the draw, never one of weight 0
+        picks.append(torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True))
+    return torch.stack(picks, 1).clamp_(max=weight_GSN.shape[-1] - 1)
+
+
+def _lloyd(tokens: _Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Centres [G, S, K, D], sum of cosines [G, S] and iterations [G, S] of every restart."""
+    centers = centers_GSKD
+    done = torch.zeros(centers.shape[:2], dtype=torch.bool, device=centers.device)
+    iterations = torch.zeros_like(done, dtype=torch.int64)
+    gain = centers.new_zeros(done.shape)
+    for step in range(1, max_iter + 1):
+        sums, counts = _accumulate(tokens, centers)
+        length = sums.norm(dim=-1)
+        gain = length.sum(-1)
+        # An empty cluster keeps its centre, and so does one whose tokens cancel out: neither has a direction.
+        keep = (length <= 1e-6 * counts) | done[..., None]
+        moved = torch.where(keep[..., None], centers, sums / length[..., None])
+        iterations += ~done
+        # covers "no label changed": the same labels give the same sums, so a shift of exactly 0
+        done = done | ((moved - centers).norm(dim=-1).amax(-1) <= tol)
+        centers = moved
+        if step % CHECK_EVERY == 0 or step == max_iter:
+            finished, some_empty = torch.stack([done.all(), (counts == 0).any()]).tolist()
+            if some_empty:
+                centers, reseeded = _reseed_empty(tokens, centers, counts == 0)
+                done = done & ~reseeded
+                finished = bool(done.all())
+            if finished:
+                break
+    return centers, gain, iterations
+
+
+def _accumulate(tokens: _Tokens, centers: Tensor, labels_GSN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One reading of x: sums of unit tokens [G, S, K, D] and counts [G, S, K] per nearest centre; labels if wanted."""
+    G, S, K, D = centers.shape
+    sums = centers.new_zeros(G, S * K, D)
+    counts = torch.zeros(G, S, K, dtype=torch.int64, device=centers.device)
+    clusters = torch.arange(K, device=centers.device)[:, None]
+    for where, chunk in tokens.chunks(10 * S * K + 8 * S):
+        scores = torch.bmm(centers.flatten(1, 2), chunk.mT).view(G, S, K, -1)
+        nearest = scores.argmax(2, keepdim=True)
+        onehot = (nearest == clusters) & tokens.valid[:, None, None, where]
+        counts += onehot.sum(-1)
+        sums.baddbmm_((onehot * tokens.inverse[:, None, None, where]).flatten(1, 2), chunk)
+        if labels_GSN is not None:
+            labels_GSN[:, :, where] = nearest.squeeze(2)
+    return sums.view(G, S, K, D), counts
+
+
+def _reseed_empty(tokens: _Tokens, centers: Tensor, empty_GSK: Tensor) -> tuple[Tensor, Tensor]:
+    """Move each empty centre onto the token worst served by the others, one after the other; also which restarts moved.
+
+    Where every token is served exactly there is nothing to move to, and the cluster stays empty.
+    """
+    reseeded = torch.zeros_like(empty_GSK[..., 0])
+    slots = torch.arange(empty_GSK.shape[2], device=centers.device)
+    for _ in range(int(empty_GSK.sum(-1).max())):
+        chord, index = _worst_served(tokens, centers, empty_GSK)
+        fix = empty_GSK.any(-1) & (chord > SAME_DIRECTION)
+        slot = (slots == empty_GSK.int().argmax(-1, keepdim=True)) & fix[..., None]
+        centers = torch.where(slot[..., None], tokens.directions(index)[:, :, None], centers)
+        empty_GSK = empty_GSK & ~slot
+        reseeded |= fix
+    return centers, reseeded
+
+
+def _worst_served(tokens: _Tokens, centers: Tensor, empty_GSK: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest squared chord [G, S] from a token to its nearest non-empty centre, and that token's index [G, S]."""
+    G, S, K, _ = centers.shape
+    chord = centers.new_full((G, S), -1.0)
+    index = torch.zeros_like(chord, dtype=torch.int64)
+    for where, chunk in tokens.chunks(8 * S * K + 8 * S):
+        scores = torch.bmm(centers.flatten(1, 2), chunk.mT).view(G, S, K, -1)
+        cosine = scores.masked_fill_(empty_GSK[..., None], -math.inf).amax(2) * tokens.inverse[:, None, where]
+        far, at = (2 - 2 * cosine).masked_fill_(~tokens.valid[:, None, where], -1.0).max(-1)
+        index = torch.where(far > chord, at + where.start, index)
+        chord = torch.maximum(chord, far)
+    return chord, index
+
+
+def _best_restart(tokens: _Tokens, centers: Tensor, gain: Tensor, iterations: Tensor) -> tuple[Tensor, Tensor]:
+    """Centres [G, 1, K, D] of the restart with the largest sum of cosines, without an empty cluster; its iterations."""
+    # the first of those that differ by rounding alone: many restarts find the same clusters
+    best = (gain >= gain.amax(1, keepdim=True) * (1 - 1e-6)).int().argmax(1, keepdim=True)
+    centers = centers.take_along_dim(best[..., None, None], 1)
+    # A reseeded centre can take the last tokens of another cluster. Each reseeding serves some token better and none
+    # worse, so this ends.
+    for _ in range(centers.shape[2]):
+        _, counts = _accumulate(tokens, centers)
+        if not bool((counts == 0).any()):
+            break
+        centers, _ = _reseed_empty(tokens, centers, counts == 0)
+    return centers, iterations.gather(1, best).squeeze(1)
+
+
+def _describe(tokens: _Tokens, centers_G1KD: Tensor, iterations_G: Tensor) -> tuple[Tensor, ...]:
+    """The fields of KMeansResult for a group, clusters sorted by size."""
+    labels = torch.empty_like(tokens.norms, dtype=torch.int64)
+    sums, counts = _accumulate(tokens, centers_G1KD, labels[:, None])
+    order = counts.squeeze(1).argsort(dim=1, descending=True, stable=True)
+    centers = centers_G1KD.squeeze(1).take_along_dim(order[..., None], 1)
+    sizes = counts.squeeze(1).gather(1, order)
+    means = sums.squeeze(1).take_along_dim(order[..., None], 1) / sizes.clamp(min=1)[..., None]
+    labels = order.argsort(1).gather(1, labels)
+
+    inertia = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
+    for where, chunk in tokens.chunks(12 * means.shape[2]):
+        # the difference itself, not 1 - |mean|^2, which cancels in fp32 when clusters are tight
+        spread = (chunk * tokens.inverse[:, where, None]).sub_(means.take_along_dim(labels[:, where, None], 1))
+        inertia += (spread.square_().sum(-1) * tokens.valid[:, where]).sum(-1, dtype=torch.float64)
+    labels = labels.masked_fill(~tokens.valid, -1)
+    totals = [(tokens.norms * (labels == cluster)).sum(-1, dtype=torch.float64) for cluster in range(means.shape[1])]
+    mean_norms = (torch.stack(totals, 1) / sizes.clamp(min=1)).float()
+    return centers, labels, sizes, inertia, iterations_G, mean_norms
+
+
+def _token_norms(x: Tensor) -> Tensor:
+    """Norms [L, N] of the raw tokens in fp32, one block at a time."""
+    norms = torch.empty(x.shape[:2], device=x.device)
+    for block, out in zip(x, norms, strict=True):
+        for where, chunk in _chunks(block[None], 4 * x.shape[2]):
+            out[where] = chunk[0].norm(dim=-1)
+    return norms
+
+
+def _check_arguments(x: Tensor, k: int, restarts: int, max_iter: int, tol: float) -> None:
+    problems = [
+        f"{name} is {value}; it must be at least 1."
+        for name, value in (("k", k), ("restarts", restarts), ("max_iter", max_iter))
+        if value < 1
+    ]
+    if not tol >= 0:
+        problems.append(f"tol is {tol}; it must be 0 or more.")
+    if x.dim() not in (2, 3) or 0 in x.shape:
+        problems.append(f"x has shape {list(x.shape)}; expected [blocks, tokens, hidden] or [tokens, hidden].")
+    elif x.shape[-2] < k:
+        problems.append(f"x has {x.shape[-2]} tokens for {k} clusters; collect more tokens or lower k.")
+    if not x.is_floating_point():
+        problems.append(f"x is {x.dtype}; expected floating-point hidden states.")
+    if problems:
+        raise ConfigError(problems, title="cannot cluster these tokens")
+
+
+def _check_tokens(norms_LN: Tensor, k: int) -> None:
+    """Refuse NaN, inf and blocks with too few tokens to cluster; waits for the device once."""
+    n_tokens = norms_LN.shape[1]
+    bad, usable = torch.stack([(~norms_LN.isfinite()).sum(1), (norms_LN > 0).sum(1)]).tolist()
+    problems = []
+    for block, (n_bad, n_usable) in enumerate(zip(bad, usable, strict=True)):
+        if n_bad:
+            problems.append(
+                f"block {block}: {n_bad} of {n_tokens} tokens hold NaN or inf, or a norm beyond fp32; "
+                "the likely cause is fp16 overflow, run the model in bf16 or fp32."
+            )
+        elif n_usable < k:
+            problems.append(
+                f"block {block}: {n_usable} of {n_tokens} tokens have a norm above 0, too few for {k} clusters; "
+                "collect more tokens or lower k."
+            )
+    if problems:
+        raise ConfigError(problems, title="cannot cluster these tokens")
