@@ -1,0 +1,42 @@
+"""LoRA: gate * (alpha / r) * B A dropout(x), with A random and B zero at the start (Hu et al., 2021)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from monkeyjump.adapters.base import Adapter, Gate, register
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import reference as ops
+
+
+@register
+class LoraAdapter(Adapter):
+    name = "lora"
+
+    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
+        super().__init__(in_features, out_features, config)
+        self.scaling = config.scaling
+        self.dropout = config.dropout
+        self.A = nn.Parameter(torch.empty(config.r, in_features, dtype=torch.float32))
+        self.B = nn.Parameter(torch.empty(out_features, config.r, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+        nn.init.zeros_(self.B)
+
+    def strength(self, gate: Gate) -> torch.Tensor | float:
+        """The factor on the rank-r activation: the gate and every scale that goes with it."""
+        return self.scaling if gate is None else gate * self.scaling
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        return ops.gated_lora(x, self.A, self.B, self.strength(gate), self.dropout if self.training else 0.0)
+
+    def merged(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        delta = (self.B * self.strength(None)) @ self.A
+        return (weight.float() + sign * delta).to(weight.dtype), bias

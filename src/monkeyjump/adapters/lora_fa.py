@@ -1,0 +1,32 @@
+"""LoRA-FA: LoRA whose A is frozen, so backward needs only the rank-r activation (Zhang et al., 2023).
+
+A is a buffer: random, saved with the adapter, never trained. With dropout, plain autograd would keep an input-sized
+mask for the gradient of x; the mask is made again from a seed instead.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from monkeyjump.adapters.base import Gate, register
+from monkeyjump.adapters.lora import LoraAdapter
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import reference as ops
+
+
+@register
+class LoraFaAdapter(LoraAdapter):
+    name = "lora_fa"
+
+    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
+        super().__init__(in_features, out_features, config)
+        A = self.A.detach()
+        del self.A
+        self.register_buffer("A", A)
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        if not self.training or self.dropout == 0:
+            return ops.gated_lora(x, self.A, self.B, self.strength(gate))
+        seed = torch.randint(2**31, (), device=x.device)
+        z = ops.SeededDropoutLinear.apply(x, self.A, seed, self.dropout)
+        return ops.project_up(z, self.B, self.strength(gate))

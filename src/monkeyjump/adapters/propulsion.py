@@ -1,0 +1,38 @@
+"""Propulsion: the output, bias included, times p ** degree (Kowsher et al., 2024).
+
+Stored as the offset p - 1, whose neutral value is 0: weight decay then pulls towards the identity instead of towards a
+vanishing output, and bf16 keeps its resolution where it matters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from monkeyjump.adapters.base import Adapter, Gate, register
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import reference as ops
+
+
+@register
+class PropulsionAdapter(Adapter):
+    name = "propulsion"
+
+    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
+        super().__init__(in_features, out_features, config)
+        self.degree = config.degree
+        self.offset = nn.Parameter(torch.empty(out_features, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.offset)
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        return ops.scale_output(base, self.offset, self.degree, 1.0 if gate is None else gate)
+
+    def merged(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        factor = (1 + self.offset) ** (sign * self.degree)
+        scaled = (weight.float() * factor[:, None]).to(weight.dtype)
+        return scaled, None if bias is None else (bias.float() * factor).to(bias.dtype)

@@ -1,0 +1,142 @@
+"""The torch definition of every op: the specification that faster kernels are tested against, and the fallback.
+
+Shapes: B batch, T tokens, D hidden width, E routed experts, K top-k, R rank, O output width; `...` is any leading shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+EPS = 1e-12
+
+
+def features(h: torch.Tensor, mean: torch.Tensor | None, normalize: bool) -> torch.Tensor:
+    """The token as the router sees it, fp32: h, less its share of the mean direction, on the unit sphere if asked.
+
+    `mean` is the mean of the unit tokens. Subtracting it from directions, not from raw states, keeps the few attention
+    sinks (norms a hundred times the rest) from being the mean.
+    """
+    u = h.float()
+    if mean is not None:
+        u = u - u.norm(dim=-1, keepdim=True) * mean
+    if normalize:
+        u = u / u.norm(dim=-1, keepdim=True).clamp_min(EPS)
+    return u
+
+
+def similarity_logits(u: torch.Tensor, centers: torch.Tensor, similarity: str) -> torch.Tensor:
+    """u [..., D] against centers [E, D] -> [..., E]; distances enter with a minus sign."""
+    if similarity == "cosine":
+        return F.normalize(u, dim=-1, eps=EPS) @ F.normalize(centers, dim=-1, eps=EPS).T
+    if similarity == "dot":
+        return u @ centers.T
+    # The differences are [..., E, D]: E is at most a handful of projections. `cdist` would save that memory but its
+    # matmul form loses the small distances that matter.
+    difference = u.unsqueeze(-2) - centers
+    if similarity == "euclidean":
+        return -difference.square().sum(-1).sqrt()
+    if similarity == "l1":
+        return -difference.abs().sum(-1)
+    raise ValueError(f"unknown similarity {similarity!r}")
+
+
+def top_k_mask(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """True on the k largest entries of the last dimension; ties go to the lower index, on every device."""
+    E = logits.shape[-1]
+    if k >= E:
+        return torch.ones_like(logits, dtype=torch.bool)
+    mine, other = logits.unsqueeze(-1), logits.unsqueeze(-2)
+    earlier = torch.ones(E, E, dtype=torch.bool, device=logits.device).tril(-1)  # earlier[e, j]: j comes before e
+    beaten_by = (other > mine) | ((other == mine) & earlier)
+    return beaten_by.sum(-1) < k
+
+
+def gates(logits: torch.Tensor, k: int, temperature: float, renormalize: bool) -> torch.Tensor:
+    """softmax(logits / temperature) over all experts, kept on the top k and zero elsewhere."""
+    p = torch.softmax(logits / temperature, dim=-1)
+    m = p * top_k_mask(logits, k)
+    if renormalize:
+        m = m / m.sum(-1, keepdim=True).clamp_min(EPS)
+    return m
+
+
+def cluster_sums(
+    u: torch.Tensor, members: torch.Tensor, queries: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum and number of the tokens of each expert: u [..., D], members [..., E] bool, queries [...] bool or None = all.
+
+    A token that is no query contributes an exact zero, whatever it holds (padding may be NaN).
+    """
+    if queries is not None:
+        u = u.masked_fill(~queries.unsqueeze(-1), 0.0)
+        members = members & queries.unsqueeze(-1)
+    weight_TE = members.reshape(-1, members.shape[-1]).float()
+    return weight_TE.T @ u.reshape(-1, u.shape[-1]), weight_TE.sum(0)
+
+
+def gated_lora(
+    x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, gate: torch.Tensor | float, dropout: float = 0.0
+) -> torch.Tensor:
+    """gate * B A dropout(x), computed in the dtype of x; the gate (any scale included) acts on the rank-R activation.
+
+    x [..., D], A [R, D], B [O, R], gate a number, [..., 1] or [..., R].
+    """
+    z = F.linear(F.dropout(x, dropout) if dropout > 0 else x, A.to(x.dtype))
+    return project_up(z, B, gate)
+
+
+def project_up(z: torch.Tensor, B: torch.Tensor, gate: torch.Tensor | float) -> torch.Tensor:
+    """B (gate * z): the product with an fp32 gate is rounded once, to the dtype of z."""
+    return F.linear((z * gate).to(z.dtype), B.to(z.dtype))
+
+
+def keep_mask(shape: torch.Size, seed: torch.Tensor, dropout: float) -> torch.Tensor:
+    """A Bernoulli(1 - dropout) mask that is a pure function of (seed, position).
+
+    The murmur3 finaliser over the flat index: the same bits on every device and in every kernel, so that a backward
+    pass can make the mask again instead of keeping it.
+    """
+    low32 = 0xFFFFFFFF
+    bits = torch.arange(shape.numel(), device=seed.device, dtype=torch.int64)
+    bits = (bits * 0x9E3779B1 + seed) & low32
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & low32
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & low32
+    bits = bits ^ (bits >> 16)
+    return (bits >= int(dropout * 2**32)).view(shape)
+
+
+class SeededDropoutLinear(torch.autograd.Function):
+    """A dropout(x) for a frozen A. Keeps the seed for backward: neither x nor its mask (an input-sized tensor each)."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, A: torch.Tensor, seed: torch.Tensor, dropout: float) -> torch.Tensor:
+        kept = x * keep_mask(x.shape, seed, dropout)
+        return F.linear(kept, A.to(x.dtype)) / (1 - dropout)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, A, seed, dropout = inputs
+        ctx.save_for_backward(A, seed)
+        ctx.x_shape, ctx.x_dtype, ctx.dropout = x.shape, x.dtype, dropout
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        A, seed = ctx.saved_tensors
+        # d x = mask * (A^T d z) / (1 - p)
+        grad_x = (grad @ A.to(grad.dtype)).to(ctx.x_dtype) * keep_mask(ctx.x_shape, seed, ctx.dropout)
+        return grad_x / (1 - ctx.dropout), None, None, None
+
+
+def scale_output(y: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | float) -> torch.Tensor:
+    """gate * ((1 + offset) ** degree - 1) * y: what Propulsion adds to the output y.
+
+    The factor is formed in fp32 through log1p and expm1 where 1 + offset > 0, so a scaling far below the resolution
+    of bf16 around 1 survives; a non-positive 1 + offset falls back to the plain power.
+    """
+    positive = offset > -1
+    safe = torch.where(positive, offset, torch.zeros_like(offset))
+    accurate = torch.expm1(degree * torch.log1p(safe))
+    plain = (1 + torch.where(positive, torch.zeros_like(offset), offset)) ** degree - 1
+    factor = torch.where(positive, accurate, plain)
+    return (y * (factor * gate)).to(y.dtype)

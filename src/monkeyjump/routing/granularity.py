@@ -1,0 +1,140 @@
+"""Which tokens decide, and for whom: token, sequence and task granularity.
+
+Shapes: B batch, T tokens. Everything here is data-independent in shape and free of host synchronisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from monkeyjump.errors import ConfigError
+
+IGNORE = -100  # the label value that Transformers and PEFT leave out of the loss
+
+
+@dataclass
+class CallInputs:
+    """What one forward of the model that owns the blocks was given, as far as routing needs it."""
+
+    shape: tuple[int, int]  # (B, T) of the tokens that enter the blocks
+    device: torch.device
+    mask: torch.Tensor | None = None  # [B, T] bool, True on real tokens; None = all real
+    labels: torch.Tensor | None = None  # [B, T]
+    prompt_lengths: torch.Tensor | None = None  # [B], tokens of the prompt, padding not counted
+    segments: torch.Tensor | None = None  # [B, T] int64, which packed sequence of the row a token is in
+    generated_from: int | None = None  # width of the prompt that `generate` was called with
+    training: bool = False
+
+
+@dataclass
+class Selection:
+    """Queries are the tokens that are compared with the centres; `source` says whose decision each token follows."""
+
+    queries: torch.Tensor | None = None  # [B, T] bool; None = every token
+    source: torch.Tensor | None = None  # [B, 1] or [B, T] int64 position to follow; None = each token its own
+    pool: str | None = None  # "mean" or "max": the query is the pooled row instead of a token
+    mask: torch.Tensor | None = None  # for pooling
+
+
+def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selection:
+    if granularity == "token":
+        return Selection(queries=inputs.mask)
+    if sequence_token in ("mean", "max"):
+        if inputs.segments is not None:
+            raise ConfigError(
+                f"sequence_token={sequence_token!r} cannot pool several packed sequences in one row: "
+                "use sequence_token='prompt' or 'last', or do not pack."
+            )
+        return Selection(pool=sequence_token, mask=inputs.mask)
+    if inputs.segments is not None:
+        source = _last_in_segment(inputs, sequence_token)
+    else:
+        source = _last_in_row(inputs, sequence_token)
+    queries = _marked(source, inputs)
+    return Selection(queries=queries, source=source)
+
+
+def pool_rows(h: torch.Tensor, mask: torch.Tensor | None, how: str) -> torch.Tensor:
+    """Mean or max over the real tokens of each row, fp32 [B, 1, D]."""
+    h = h.float()
+    if mask is None:
+        return h.mean(1, keepdim=True) if how == "mean" else h.amax(1, keepdim=True)
+    real = mask.unsqueeze(-1)
+    if how == "mean":
+        return h.masked_fill(~real, 0.0).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+    return h.masked_fill(~real, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
+
+
+def segments_of(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+    """Packed sequence number of every token, from `seq_idx` or from the places where positions restart."""
+    if seq_idx is not None:
+        return (seq_idx - seq_idx[:, :1]).long()
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
+        return None
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
+    return starts.long().cumsum(1) - 1
+
+
+def _prompt_mask(inputs: CallInputs) -> torch.Tensor:
+    """[B, T] True on the real tokens of the prompt."""
+    B, T = inputs.shape
+    device = inputs.device
+    positions = torch.arange(T, device=device).expand(B, T)
+    real = torch.ones(B, T, dtype=torch.bool, device=device) if inputs.mask is None else inputs.mask
+    if inputs.labels is not None:
+        answered = (inputs.labels != IGNORE).long()
+        if inputs.segments is None:
+            return real & (answered.cumsum(1) == 0)
+        # answers seen so far within the token's own segment: the running total less the total before the segment
+        before = answered.cumsum(1) - answered
+        start = torch.full_like(before, T).scatter_reduce(1, inputs.segments, positions, "amin")
+        offset = before.gather(1, start.gather(1, inputs.segments).clamp(max=T - 1))
+        return real & (answered.cumsum(1) - offset == 0)
+    if inputs.prompt_lengths is not None:
+        return real & (real.long().cumsum(1) <= inputs.prompt_lengths.unsqueeze(1))
+    if inputs.generated_from is not None:
+        return real & (positions < inputs.generated_from)
+    if inputs.training:
+        raise ConfigError(
+            "granularity='sequence' with sequence_token='prompt' must know where the prompt ends: pass `labels` with "
+            f"{IGNORE} on the prompt (or `prompt_lengths`), or choose sequence_token='last', which lets the answer "
+            "decide its own routing in training."
+        )
+    return real
+
+
+def _candidates(inputs: CallInputs, sequence_token: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens a sequence may be represented by, and all its real tokens (the fallback when there are none)."""
+    B, T = inputs.shape
+    real = torch.ones(B, T, dtype=torch.bool, device=inputs.device) if inputs.mask is None else inputs.mask
+    return (_prompt_mask(inputs) if sequence_token == "prompt" else real), real
+
+
+def _last_in_row(inputs: CallInputs, sequence_token: str) -> torch.Tensor:
+    """Position [B, 1] of the last prompt token (or last token); without a prompt, of the first real token."""
+    chosen, real = _candidates(inputs, sequence_token)
+    positions = torch.arange(inputs.shape[1], device=inputs.device)
+    last = (positions * chosen + (chosen.long() - 1)).amax(1, keepdim=True)  # -1 where nothing is chosen
+    first_real = real.long().argmax(1, keepdim=True)
+    return torch.where(last < 0, first_real, last)
+
+
+def _last_in_segment(inputs: CallInputs, sequence_token: str) -> torch.Tensor:
+    """Position [B, T]: for every token, the last prompt token (or last token) of its packed sequence."""
+    segments = inputs.segments
+    assert segments is not None
+    chosen, real = _candidates(inputs, sequence_token)
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape)
+    T = inputs.shape[1]
+    last = torch.full_like(segments, -1).scatter_reduce(1, segments, torch.where(chosen, positions, -1), "amax")
+    first = torch.full_like(segments, T).scatter_reduce(1, segments, torch.where(real, positions, T), "amin")
+    return torch.where(last < 0, first.clamp(max=T - 1), last).gather(1, segments)
+
+
+def _marked(source: torch.Tensor, inputs: CallInputs) -> torch.Tensor:
+    """[B, T] True on the positions that some token follows."""
+    marked = torch.zeros(inputs.shape, dtype=torch.bool, device=source.device).scatter(1, source, True)
+    return marked if inputs.mask is None else marked & inputs.mask

@@ -1,0 +1,64 @@
+"""The centroid router: tokens against one centre per projection, no parameters and no gradients.
+
+Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import reference as ops
+from monkeyjump.routing.granularity import Selection, pool_rows
+
+
+@dataclass
+class Decision:
+    """What a router decided for one block: `gates` apply to the tokens, `sums` and `counts` feed the EMA."""
+
+    gates: torch.Tensor  # [B, T, E], or [B, 1, E] when a whole row shares one decision
+    sums: torch.Tensor | None = None  # [E, D]
+    counts: torch.Tensor | None = None  # [E]
+
+
+@torch.no_grad()
+def route(
+    h: torch.Tensor,
+    centers: torch.Tensor,
+    mean: torch.Tensor | None,
+    selection: Selection,
+    config: MonkeyJumpConfig,
+    *,
+    training: bool = False,
+    with_statistics: bool = False,
+) -> Decision:
+    """Gates of the routed projections for the tokens h [B, T, D] that enter a block.
+
+    Autocast is off: similarities of nearly parallel vectors need fp32. Noise changes the gates only; the statistics
+    that move the centres follow the clean assignment.
+    """
+    with torch.autocast(h.device.type, enabled=False):
+        if selection.pool is not None:
+            h = pool_rows(h, selection.mask, selection.pool)
+        u = ops.features(h, mean, normalize=config.ema_space == "normalized")
+        logits = ops.similarity_logits(u, centers, config.similarity)
+        noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits
+        gates = ops.gates(noisy, config.top_k, config.temperature, config.renormalize)
+        if selection.source is not None:
+            gates = gates.gather(1, selection.source.to(h.device).unsqueeze(-1).expand(-1, -1, gates.shape[-1]))
+        if not with_statistics:
+            return Decision(gates)
+        members = ops.top_k_mask(logits, 1 if config.ema_assign == "top1" else config.top_k)
+        queries = None if selection.queries is None else selection.queries.to(h.device)
+        return Decision(gates, *ops.cluster_sums(u, members, queries))
+
+
+def task_gates(task_ids: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
+    """Oracle routing: every token of a row goes to its task's expert with gate 1, [B, 1, E]."""
+    if config.task_experts is None:
+        expert = task_ids % experts
+    else:
+        expert = torch.tensor(config.task_experts, device=task_ids.device)[task_ids]
+    return torch.nn.functional.one_hot(expert.long(), experts).float().unsqueeze(1)

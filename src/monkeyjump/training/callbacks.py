@@ -1,0 +1,86 @@
+"""MonkeyJumpCallback: what a Trainer has to do for a routed adapter, which is little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback
+
+from monkeyjump.tuner.allocation import allocate_ranks
+from monkeyjump.tuner.calibrate import CalibrationReport, centers_initialized, initialize_centers
+from monkeyjump.tuner.model import require_context
+from monkeyjump.tuner.trace import staged_load
+
+
+class MonkeyJumpCallback(TrainerCallback):
+    """Initialises centres when training begins, logs expert load, and runs AdaLoRA's rank allocation.
+
+    The sample for the centres is drawn through a loader of its own with its own seed, so that the order in which the
+    Trainer sees the data is the same with and without the callback, and on a resumed run (whose centres are loaded).
+    """
+
+    def __init__(
+        self, num_tokens: int | None = None, seed: int = 0, dataloader: Any = None, progress: bool = True
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.seed = seed
+        self.dataloader = dataloader
+        self.progress = progress
+        self.report: CalibrationReport | None = None
+
+    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):  # noqa: PLR0913
+        model = _unwrapped(model)
+        for name in _centroid_adapters(model):
+            if not centers_initialized(model, name):
+                source = (
+                    self.dataloader if self.dataloader is not None else sampling_loader(train_dataloader, self.seed)
+                )
+                progress = self.progress and state.is_world_process_zero
+                self.report = initialize_centers(
+                    model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress
+                )
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        allocate_ranks(_unwrapped(model), step=state.global_step + 1)
+
+    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
+        if logs is None or model is None:
+            return
+        model = _unwrapped(model)
+        for name in _centroid_adapters(model):
+            loads = list(staged_load(model, name).values())
+            if loads and any(sum(load.share) for load in loads):
+                logs["router/load_entropy"] = round(sum(load.entropy for load in loads) / len(loads), 4)
+                logs["router/dead_experts"] = sum(len(load.dead) for load in loads)
+
+
+def sampling_loader(loader: Any, seed: int) -> Any:
+    """Batches of the same data and collation as `loader`, in an order of our own that leaves `loader` untouched."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or isinstance(dataset, IterableDataset):
+        return loader
+    return DataLoader(
+        dataset,
+        batch_size=getattr(loader, "batch_size", None) or getattr(loader, "total_batch_size", None) or 8,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(seed),
+        collate_fn=loader.collate_fn,
+    )
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    from accelerate.utils import extract_model_from_parallel
+
+    return extract_model_from_parallel(model)
+
+
+def _centroid_adapters(model: nn.Module) -> list[str]:
+    return [
+        name
+        for group in require_context(model).groups.values()
+        for name, config in group.active().items()
+        if config.uses_centers
+    ]

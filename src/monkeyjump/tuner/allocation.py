@@ -1,0 +1,63 @@
+"""AdaLoRA's rank budget: the diagonal entries of the whole model compete, the least important are zeroed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from monkeyjump.adapters import AdaLoraAdapter
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.tuner.auxiliary import active_adapters
+
+
+def rank_budget(step: int, adapters: int, config: MonkeyJumpConfig) -> int:
+    """How many ranks the model may keep after optimiser step `step`: all, then a cubic decay, then the target."""
+    assert config.target_r is not None
+    assert config.total_step is not None
+    start, target = adapters * config.r, adapters * config.target_r
+    if step <= config.tinit:
+        return start
+    if step > config.total_step - config.tfinal:
+        return target
+    left = 1 - (step - config.tinit) / (config.total_step - config.tfinal - config.tinit)
+    return int(target + (start - target) * left**3)
+
+
+@torch.no_grad()
+def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
+    """Call once per optimiser step, after backward and before the gradients are cleared (the callback does).
+
+    Zeroed entries keep their place and may grow back. Returns the budget applied, or None where no active adapter has
+    `target_r < r`. `step` counts optimiser steps from 1; by default the adapters count their own.
+    """
+    by_name: dict[str, list[AdaLoraAdapter]] = {}
+    for name, adapter in active_adapters(model):
+        if isinstance(adapter, AdaLoraAdapter) and adapter.allocates:
+            by_name.setdefault(name, []).append(adapter)
+    budget = None
+    for name, adapters in by_name.items():
+        config: MonkeyJumpConfig = model.peft_config[name]  # type: ignore[assignment,index]
+        if all(adapter.diagonal.grad is None for adapter in adapters):
+            raise ConfigError(
+                "allocate_ranks found no gradients: call it after loss.backward() and before optimizer.zero_grad()."
+            )
+        for adapter in adapters:
+            adapter.observe_gradients()
+            adapter.allocations += 1
+        now = int(adapters[0].allocations) if step is None else step
+        budget = rank_budget(now, len(adapters), config)
+        if budget < len(adapters) * config.r and now % config.deltaT == 0:
+            _keep_most_important(adapters, budget)
+    return budget
+
+
+def _keep_most_important(adapters: list[AdaLoraAdapter], budget: int) -> None:
+    scores = torch.cat([adapter.importance() for adapter in adapters])
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    keep[torch.topk(scores, budget).indices] = True
+    start = 0
+    for adapter in adapters:
+        rank = adapter.diagonal.shape[0]
+        adapter.diagonal.mul_(keep[start : start + rank])
+        start += rank

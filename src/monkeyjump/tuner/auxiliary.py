@@ -1,0 +1,36 @@
+"""Losses that adapters put on their own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from monkeyjump.adapters import Adapter
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+
+
+def active_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """(adapter name, adapter module) of every adapter that takes part in the forward."""
+    for layer in model.modules():
+        if isinstance(layer, MonkeyJumpLayer) and not layer.disable_adapters:
+            for name in layer.active_adapters:
+                if name in layer.monkeyjump_adapter:
+                    yield name, layer.monkeyjump_adapter[name]  # type: ignore[misc]
+
+
+def auxiliary_loss(model: nn.Module) -> torch.Tensor | None:
+    """The weighted mean of the adapters' regularisers, or None when there are none."""
+    terms: dict[str, list[torch.Tensor]] = {}
+    for name, adapter in active_adapters(model):
+        term = adapter.auxiliary_loss()
+        if term is not None:
+            terms.setdefault(name, []).append(term)
+    configs: dict[str, MonkeyJumpConfig] = model.peft_config if terms else {}  # type: ignore[assignment]
+    total = None
+    for name, values in terms.items():
+        loss = configs[name].orth_reg_weight * torch.stack(values).mean()
+        total = loss if total is None else total + loss
+    return total

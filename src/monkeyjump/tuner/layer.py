@@ -1,0 +1,163 @@
+"""The layer PEFT puts in place of a linear: the frozen base, one adapter module per adapter name, and routing state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils.quantization_utils import resolve_quantization_backend
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from monkeyjump.adapters import ADAPTERS, Adapter, Gate
+from monkeyjump.adapters.base import at_least_fp32
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.tuner.placement import linear_shape
+
+if TYPE_CHECKING:
+    from monkeyjump.tuner.gating import BlockRouter, RoutingContext
+
+UNINITIALIZED = -1  # value of `monkeyjump_step` while the centres wait for `initialize_centers`
+
+
+class Fp32BufferDict(BufferDict):
+    """Persistent buffers by adapter name that keep their precision when the model is cast."""
+
+    def __init__(self) -> None:
+        super().__init__(persistent=True)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[override]
+        return super()._apply(at_least_fp32(fn), recurse)
+
+
+class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
+    """y = W x + gate * delta(x), for every active adapter.
+
+    The centre of a routed projection lives here, beside the adapter it belongs to, because PEFT saves and loads what
+    hangs on tuner layers. The statistics staged for the next update are saved too: a resumed run commits what the
+    interrupted one would have.
+    """
+
+    adapter_layer_names = ("monkeyjump_adapter",)
+    other_param_names = (
+        "monkeyjump_center",
+        "monkeyjump_mean",
+        "monkeyjump_staged_sum",
+        "monkeyjump_staged_count",
+        "monkeyjump_step",
+    )
+
+    def __init__(self, base_layer: nn.Module, context: RoutingContext, quantization: dict[str, Any]) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.context = context
+        self.in_features, self.out_features = linear_shape(base_layer)
+        self.quantization_backend = resolve_quantization_backend(self.get_base_layer(), **quantization)
+        self.monkeyjump_adapter = nn.ModuleDict()
+        for name in self.other_param_names:
+            setattr(self, name, Fp32BufferDict())
+        self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
+        self.merged_adapters: list[str] = []
+        self._disable_adapters = False
+
+    def update_layer(
+        self, adapter_name: str, config: MonkeyJumpConfig, width: int | None, inference_mode: bool = False
+    ) -> None:
+        """Add an adapter; `width` is the size of its centre, None for one that is always on."""
+        self.monkeyjump_adapter[adapter_name] = ADAPTERS.get(config.adapter)(
+            self.in_features, self.out_features, config
+        )
+        if width is not None and config.uses_centers:
+            self.monkeyjump_center[adapter_name] = torch.zeros(width)
+            self.monkeyjump_staged_sum[adapter_name] = torch.zeros(width)
+            self.monkeyjump_staged_count[adapter_name] = torch.zeros(())
+            self.monkeyjump_step[adapter_name] = torch.tensor(UNINITIALIZED)
+            if config.route_space == "centered":
+                self.monkeyjump_mean[adapter_name] = torch.zeros(width)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move, never cast: PEFT's own version would round adapters and centres to the dtype of the base."""
+        if device is None:
+            device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        if device is None or device.type == "meta":
+            return
+        for name in self.adapter_layer_names + self.other_param_names:
+            container = getattr(self, name)
+            if adapter_name not in container:
+                continue
+            entry = container[adapter_name]
+            tensors = [*entry.parameters(), *entry.buffers()] if isinstance(entry, nn.Module) else [entry]
+            if not any(tensor.is_meta for tensor in tensors):
+                container[adapter_name] = entry.to(device)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+                base = self.base_layer(x, *args, **kwargs)
+            return base
+        if self.merged:
+            return base
+        if self.quantization_backend is not None:
+            base = self.quantization_backend.maybe_clone_base_result(base)
+        out = base
+        for name in self.active_adapters:
+            if name in self.monkeyjump_adapter:
+                out = self.monkeyjump_adapter[name](x, base, out, self._gate(name, x))
+        return out
+
+    def _gate(self, adapter_name: str, x: torch.Tensor) -> Gate:
+        """The gate of each token of x [..., 1], or None where the adapter is always on."""
+        if adapter_name not in self.routers:
+            return None
+        router, position = self.routers[adapter_name]
+        return router.gate(adapter_name, position, x)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        router = self.routers.pop(adapter_name, None)
+        if router is not None:
+            router[0].forget(adapter_name)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.monkeyjump_adapter]
+        self.check_merge(names)
+        for name in names:
+            self._fold(name, +1, safe_merge)
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        while self.merged_adapters:
+            self._fold(self.merged_adapters.pop(), -1)
+
+    def check_merge(self, adapter_names: list[str]) -> None:
+        routed = [name for name in adapter_names if name in self.routers]
+        if routed:
+            raise ValueError(
+                f"adapter {routed[0]!r} is routed: its strength depends on the token, so there is no single weight to "
+                "merge it into. Keep it as an adapter, or merge adapters that are always on (layers_to_route=[])."
+            )
+
+    @torch.no_grad()
+    def _fold(self, adapter_name: str, sign: int, safe: bool = False) -> None:
+        adapter: Adapter = self.monkeyjump_adapter[adapter_name]  # type: ignore[assignment]
+        layer = self.get_base_layer()
+        transposed = isinstance(layer, Conv1D)
+        weight = self.get_base_weight()
+        bias = getattr(layer, "bias", None)
+        new_weight, new_bias = adapter.merged(
+            weight.T if transposed else weight, None if bias is None else bias.data, sign
+        )
+        if safe and not (torch.isfinite(new_weight).all() and (new_bias is None or torch.isfinite(new_bias).all())):
+            raise ValueError(f"merging adapter {adapter_name!r} gives NaN or infinite weights; nothing was merged.")
+        self.set_base_weight(new_weight.T.contiguous() if transposed else new_weight)
+        if new_bias is not None:
+            layer.bias.data = new_bias  # type: ignore[union-attr]
+
+    def __repr__(self) -> str:
+        return "monkeyjump." + super().__repr__()

@@ -1,0 +1,210 @@
+"""The PEFT tuner: plans, injects, and keeps PEFT's promises for routed adapters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft.peft_model import PeftModel
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.quantization_utils import get_quantization_kwargs
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from monkeyjump.adapters import ADAPTERS, Adapter
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.tuner.calibrate import draw_random_centers
+from monkeyjump.tuner.gating import RoutingContext
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.placement import DEFAULT_TARGETS, Placement, place
+
+
+class MonkeyJumpModel(BaseTuner):
+    """Puts a MonkeyJumpLayer on every target and a router on every block that routes."""
+
+    prefix = "monkeyjump_"
+    tuner_layer_cls = MonkeyJumpLayer
+    target_module_mapping = {**TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, **DEFAULT_TARGETS}
+
+    routing: RoutingContext
+
+    def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, **kwargs: Any) -> None:
+        super().__init__(model, peft_config, adapter_name, **kwargs)
+        _call_when_wrapped(self)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Check everything, then inject: a configuration that does not fit leaves the model as it was."""
+        config: MonkeyJumpConfig = self.peft_config[adapter_name]
+        self._prepare_adapter_config(config, self.get_model_config(model))
+        placement = place(model, config, self._target_test(model, config))
+        self._placement = placement
+        existing = find_context(model)
+        self.routing = existing if existing is not None else RoutingContext(model)
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        except BaseException:
+            if existing is None:
+                self.routing.remove()
+            raise
+        self._connect(model, adapter_name, config, placement)
+
+    def _target_test(self, model: nn.Module, config: MonkeyJumpConfig) -> Any:
+        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+            from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+            config = _maybe_include_all_linear_layers(config, model)
+        return lambda path: bool(self._check_target_module_exists(config, path))
+
+    def _create_and_replace(
+        self,
+        peft_config: MonkeyJumpConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        width = next((block.width for block in self._placement.blocks if current_key in block.routed), None)
+        layer = target
+        if not isinstance(layer, MonkeyJumpLayer):
+            layer = MonkeyJumpLayer(target, self.routing, get_quantization_kwargs(self.model))
+        layer.update_layer(adapter_name, peft_config, width, inference_mode=peft_config.inference_mode)
+        if adapter_name not in self.active_adapters:
+            layer.monkeyjump_adapter[adapter_name].requires_grad_(False)
+        if layer is not target:
+            self._replace_module(parent, target_name, layer, target)
+
+    def _connect(self, model: nn.Module, adapter_name: str, config: MonkeyJumpConfig, placement: Placement) -> None:
+        for block in placement.blocks:
+            layers = [model.get_submodule(path) for path in block.routed]
+            self.routing.router(model, block).add(adapter_name, config, block, layers)  # type: ignore[arg-type]
+        if ADAPTERS.get(config.adapter).auxiliary_loss is not Adapter.auxiliary_loss:
+            self.routing.regularized = True
+        if (
+            config.uses_centers
+            and config.center_init in ("random", "random_normalized")
+            and config.route_space == "raw"
+        ):
+            draw_random_centers(self.routing, adapter_name, seed=0)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the base model; the end of its prompt is what sequence routing decides from."""
+        inputs = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
+        if self.routing.encoder_decoder:
+            width = None
+        extras = kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
+        with self.routing.generating(width, *extras):
+            return self.model.generate(*args, **kwargs)
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
+        if merge:
+            self._check_all_mergeable(adapter_names)
+        model = super()._unload_and_optionally_merge(
+            merge=merge, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
+        )
+        self.routing.remove()
+        return model
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        self._check_all_mergeable(adapter_names)
+        super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+
+    def _check_all_mergeable(self, adapter_names: Sequence[str] | None) -> None:
+        """Refuse before the first layer is merged, not at the first routed one."""
+        for layer in self.model.modules():
+            if isinstance(layer, MonkeyJumpLayer):
+                layer.check_merge(list(adapter_names or layer.active_adapters))
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        remapped = super()._remap_adapter_state_dict_for_load(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
+        )
+        _check_checkpoint(model, config, adapter_name, remapped)
+        return remapped
+
+
+def find_context(model: nn.Module) -> RoutingContext | None:
+    """The routing state of a model, however its adapters came onto it; None if it has none."""
+    for module in model.modules():
+        if isinstance(module, MonkeyJumpLayer):
+            return module.context
+    return None
+
+
+def require_context(model: nn.Module) -> RoutingContext:
+    context = find_context(model)
+    if context is None:
+        raise ConfigError(
+            f"this {type(model).__name__} carries no Monkey Jump adapter: wrap it with "
+            "peft.get_peft_model(model, MonkeyJumpConfig(...)) first."
+        )
+    return context
+
+
+def _call_when_wrapped(tuner: MonkeyJumpModel) -> None:
+    """Hook into the PeftModel that takes this tuner as its child, if one does (native injection never does)."""
+    reference = weakref.ref(tuner)
+
+    def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and child is reference():
+            handle.remove()
+            if isinstance(parent, PeftModel):
+                child.routing.adopt(parent)
+
+    handle = register_module_module_registration_hook(on_registration)
+    weakref.finalize(tuner, handle.remove)
+
+
+def _check_checkpoint(
+    model: nn.Module, config: MonkeyJumpConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+) -> None:
+    """A saved adapter must hold everything this model's adapter has, in the same shapes, and nothing more."""
+    marker = MonkeyJumpModel.prefix
+    own = {
+        key: value
+        for key, value in model.state_dict().items()
+        if f".{marker}" in f".{key}" and (f".{adapter_name}." in key or key.endswith(f".{adapter_name}"))
+    }
+    saved = {key: value for key, value in state_dict.items() if f".{marker}" in f".{key}"}
+    missing = sorted(set(own) - set(saved))
+    foreign = sorted(set(saved) - set(own))
+    wrong = [key for key in own if key in saved and own[key].shape != saved[key].shape]
+    problems = []
+    if wrong:
+        key = wrong[0]
+        problems.append(
+            f"{len(wrong)} tensors have another shape than in this model, e.g. {key}: saved {tuple(saved[key].shape)}, "
+            f"here {tuple(own[key].shape)}. The adapter was made for base model {config.base_model_name_or_path!r} "
+            "and the configuration beside it: load that model."
+        )
+    centers = [key for key in missing if "monkeyjump_center" in key or "monkeyjump_step" in key]
+    if centers:
+        problems.append(
+            f"the saved adapter has no centres for {len(centers)} of its projections, e.g. {centers[0]}: it is "
+            "incomplete; save it again with model.save_pretrained, or call initialize_centers on a new adapter."
+        )
+    rest = [key for key in missing if key not in centers]
+    if rest:
+        problems.append(f"the saved adapter lacks {len(rest)} tensors of this one, e.g. {rest[0]}.")
+    if foreign:
+        problems.append(
+            f"the saved adapter holds {len(foreign)} tensors this model has no place for, e.g. {foreign[0]}: is this "
+            f"the base model it was made for ({config.base_model_name_or_path!r})?"
+        )
+    if problems:
+        raise ConfigError(problems, title=f"adapter {adapter_name!r} cannot be loaded into this model")

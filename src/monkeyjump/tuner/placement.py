@@ -1,0 +1,264 @@
+"""Where experts live: which modules are adapted, in which block, and which of them are routed.
+
+Everything that can be wrong between a configuration and a model is found here, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.registry import did_you_mean
+
+# Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
+_CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
+_KEY_OR_VALUE = re.compile(r"^(k|v|k_proj|v_proj|key|value|kv|kv_proj)$")
+
+LLAMA_LIKE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
+DEFAULT_TARGETS: dict[str, list[str]] = {
+    **dict.fromkeys(["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3"], LLAMA_LIKE),
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "bert": ["query", "key", "value"],
+    "modernbert": ["Wqkv", "Wo", "Wi"],
+    "t5": ["q", "k", "v", "o"],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block with the modules of it that are adapted."""
+
+    key: str  # how a user names it: "3", or "decoder.block.3" where the model has several lists of blocks
+    path: str  # module path, e.g. "model.layers.3"
+    owner: str  # path of the model that runs the blocks and is handed the 2-D mask
+    width: int  # size of the hidden state that enters the block
+    routed: tuple[str, ...]  # full paths of the routed projections, in module order
+    names: tuple[str, ...]  # what to call them, e.g. ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Placement:
+    targets: tuple[str, ...]  # full paths of every adapted module
+    blocks: tuple[Block, ...]  # the blocks that route
+
+
+def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str], bool]) -> Placement:
+    """Plan an adapter on `model`. Raises one ConfigError that holds every problem."""
+    modules = dict(model.named_modules())
+    inside = _inside_tuner_layers(modules)
+    targets = [path for path in modules if path and path not in inside and is_target(path)]
+    problems = _name_problems(modules, targets, inside, config)
+    problems += [
+        f"target module {path!r} is a {type(module).__name__}; only linear layers can carry an adapter: "
+        "leave it out of target_modules."
+        for path in targets
+        if not _is_linear(module := modules[path])
+    ]
+    homes = {path: _block_of(path, modules) for path in targets}
+    problems += _layer_problems(homes, config)
+    blocks, block_problems = _plan_blocks(modules, targets, homes, config)
+    problems += block_problems
+    if problems:
+        raise ConfigError(problems, title=f"this configuration does not fit {type(model).__name__}")
+    return Placement(tuple(targets), tuple(blocks))
+
+
+def block_index(path: str) -> int:
+    return int(path.rpartition(".")[2])
+
+
+def _inside_tuner_layers(modules: dict[str, nn.Module]) -> set[str]:
+    roots = tuple(f"{path}." for path, module in modules.items() if isinstance(module, BaseTunerLayer))
+    return {path for path in modules if path.startswith(roots)} if roots else set()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    return isinstance(module, (nn.Linear, Conv1D)) or (
+        hasattr(module, "in_features") and hasattr(module, "out_features")
+    )
+
+
+def _block_of(path: str, modules: dict[str, nn.Module]) -> str | None:
+    """Path of the block a module is in: the element of the outermost ModuleList above it."""
+    parts = path.split(".")
+    for i in range(1, len(parts) - 1):
+        if isinstance(modules.get(".".join(parts[:i])), nn.ModuleList):
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def _matches(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _name_problems(
+    modules: dict[str, nn.Module], targets: list[str], inside: set[str], config: MonkeyJumpConfig
+) -> list[str]:
+    leaves = sorted({path.rpartition(".")[2] for path, m in modules.items() if path not in inside and _is_linear(m)})
+    found = []
+    if isinstance(config.target_modules, (list, set)):
+        known = [path for path in modules if path not in inside]
+        for name in config.target_modules:
+            if not any(_matches(path, name) for path in known):
+                found.append(
+                    f"target_modules names {name!r}, which no module of the model has.{did_you_mean(name, leaves)} "
+                    f"Linear layers here: {', '.join(leaves)}."
+                )
+    elif not targets:
+        found.append(
+            f"target_modules={config.target_modules!r} matches no module: check the pattern. "
+            f"Linear layers here: {', '.join(leaves)}."
+        )
+    for name in config.shared_modules or []:
+        if targets and not any(_matches(path, name) for path in targets):
+            found.append(
+                f"shared_modules names {name!r}, which is not among the adapted modules: "
+                "add it to target_modules or take it out."
+            )
+    return found
+
+
+def _layer_problems(homes: dict[str, str | None], config: MonkeyJumpConfig) -> list[str]:
+    present = sorted({block_index(home) for home in homes.values() if home is not None})
+    found = []
+    for name in ("layers_to_transform", "layers_to_route"):
+        wanted = getattr(config, name)
+        missing = [i for i in wanted or [] if i not in present]
+        if missing and present:
+            adapted = "the adapted blocks" if name == "layers_to_route" else "the model's blocks"
+            found.append(f"{name}={wanted} names blocks {missing} that are not among {adapted}: {_span(present)}.")
+    return found
+
+
+def _span(numbers: list[int]) -> str:
+    contiguous = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}..{numbers[-1]}" if contiguous else str(numbers)
+
+
+def _plan_blocks(
+    modules: dict[str, nn.Module], targets: list[str], homes: dict[str, str | None], config: MonkeyJumpConfig
+) -> tuple[list[Block], list[str]]:
+    problems: list[str] = []
+    if config.layers_to_route == []:
+        return [], problems
+    routed_by_block: dict[str, list[str]] = {}
+    for path in targets:
+        home = homes[path]
+        shared = any(_matches(path, name) for name in config.shared_modules or [])
+        if home is None:
+            if not shared:
+                problems.append(
+                    f"target module {path!r} is in no block (no nn.ModuleList above it), so it cannot be routed: "
+                    "add it to shared_modules to keep it always on, or take it out of target_modules."
+                )
+            continue
+        if config.layers_to_route is not None and block_index(home) not in config.layers_to_route:
+            continue
+        routed_by_block.setdefault(home, [])
+        if not shared:
+            routed_by_block[home].append(path)
+            problems += _cross_attention_problem(path, config)
+    problems += _count_problems(routed_by_block, config)
+    lists = {home.rpartition(".")[0] for home in routed_by_block}
+    blocks = [
+        _block(home, routed, modules, several_lists=len(lists) > 1)
+        for home, routed in routed_by_block.items()
+        if routed
+    ]
+    return blocks, problems
+
+
+def _cross_attention_problem(path: str, config: MonkeyJumpConfig) -> list[str]:
+    parent, _, leaf = path.rpartition(".")
+    if config.granularity == "token" and _CROSS_ATTENTION.search(parent) and _KEY_OR_VALUE.match(leaf):
+        return [
+            f"target module {path!r} reads the encoder's tokens, which granularity='token' of a decoder block cannot "
+            "route: use granularity='sequence' or 'task', share it, or exclude it with exclude_modules."
+        ]
+    return []
+
+
+def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpConfig) -> list[str]:
+    empty = [home for home, routed in routed_by_block.items() if not routed]
+    if empty:
+        return [
+            f"shared_modules={config.shared_modules} leaves nothing to route in block {empty[0]!r}: take a projection "
+            "out of it, or leave the block out of layers_to_route ([] routes none)."
+        ]
+    if not routed_by_block:
+        return []
+    home, routed = min(routed_by_block.items(), key=lambda item: len(item[1]))
+    names = [path.rpartition(".")[2] for path in routed]
+    found = []
+    if config.uses_centers and config.top_k > len(routed):
+        found.append(
+            f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names} of block {home!r}: "
+            f"lower top_k to {len(routed)} or less, or route more projections."
+        )
+    if config.task_experts is not None and max(config.task_experts) >= len(routed):
+        found.append(
+            f"task_experts={config.task_experts} names expert {max(config.task_experts)}, but block {home!r} has only "
+            f"experts 0..{len(routed) - 1} ({names})."
+        )
+    return found
+
+
+def _block(home: str, routed: list[str], modules: dict[str, nn.Module], several_lists: bool) -> Block:
+    owner = _owner_of(home, modules)
+    return Block(
+        key=home if several_lists else str(block_index(home)),
+        path=home,
+        owner=owner,
+        width=_width(modules[owner], modules[routed[0]]),
+        routed=tuple(routed),
+        names=tuple(_short_names(home, routed)),
+    )
+
+
+def _owner_of(home: str, modules: dict[str, nn.Module]) -> str:
+    """The innermost pretrained model around the list of blocks, else the module that holds the list."""
+    holder = home.rpartition(".")[0].rpartition(".")[0]
+    path = holder
+    while True:
+        if isinstance(modules[path], PreTrainedModel):
+            return path
+        if not path:
+            return holder
+        path = path.rpartition(".")[0]
+
+
+def _width(owner: nn.Module, first_routed: nn.Module) -> int:
+    width = getattr(getattr(owner, "config", None), "hidden_size", None)
+    return int(width) if isinstance(width, int) else linear_shape(first_routed)[0]
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer of any kind."""
+    if isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    if isinstance(module, Conv1D):
+        return module.weight.shape[0], module.weight.shape[1]
+    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+
+
+def _short_names(home: str, routed: list[str]) -> list[str]:
+    """The shortest suffixes of the paths that tell the projections of a block apart."""
+    relative = [path.removeprefix(f"{home}.").split(".") for path in routed]
+    names = []
+    for parts in relative:
+        for depth in range(1, len(parts) + 1):
+            if sum(other[-depth:] == parts[-depth:] for other in relative) == 1 or depth == len(parts):
+                names.append(".".join(parts[-depth:]))
+                break
+    return names

@@ -1,0 +1,121 @@
+"""What was routed where: a recorder for analysis and tests, and load statistics.
+
+Shapes: B batch, T tokens, E routed projections of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.registry import did_you_mean
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.model import require_context
+
+
+@dataclass
+class ExpertLoad:
+    """How much work each routed projection of one block got."""
+
+    experts: list[str]
+    share: list[float]  # of all jumps, the part that went to each expert; sums to 1
+    mean_gate: list[float]  # of each expert over all real tokens, zeros included
+
+    @property
+    def entropy(self) -> float:
+        """Evenness of the shares: 1 when all experts get the same, 0 when one gets all."""
+        if len(self.share) == 1:
+            return 1.0
+        p = torch.tensor(self.share, dtype=torch.float64)
+        return float(-(p * p.clamp_min(1e-12).log()).sum() / torch.tensor(float(len(p)), dtype=torch.float64).log())
+
+    @property
+    def dead(self) -> list[str]:
+        """Experts that no token jumped to."""
+        return [name for name, share in zip(self.experts, self.share, strict=True) if share == 0]
+
+
+class RoutingTrace:
+    """Filled by `record_routing`: the gates of the last forward, and loads summed over all forwards inside."""
+
+    def __init__(self) -> None:
+        self._gates: dict[tuple[str, str], torch.Tensor] = {}
+        self._masks: dict[tuple[str, str], torch.Tensor | None] = {}
+        self._names: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._jumps: dict[tuple[str, str], torch.Tensor] = {}
+        self._weight: dict[tuple[str, str], torch.Tensor] = {}
+        self._tokens: dict[tuple[str, str], torch.Tensor] = {}
+
+    def record(
+        self, block: str, adapter: str, names: tuple[str, ...], gates: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        key = (block, adapter)
+        self._gates[key], self._masks[key], self._names[key] = gates.detach(), mask, names
+        real = gates.detach() if mask is None else gates.detach() * mask.unsqueeze(-1).to(gates.device)
+        tokens = torch.tensor(float(gates.shape[0] * gates.shape[1])) if mask is None else mask.sum().float().cpu()
+        self._jumps[key] = self._jumps.get(key, 0) + (real > 0).sum((0, 1)).double().cpu()
+        self._weight[key] = self._weight.get(key, 0) + real.sum((0, 1)).double().cpu()
+        self._tokens[key] = self._tokens.get(key, 0) + tokens
+
+    def blocks(self) -> list[str]:
+        return list(dict.fromkeys(block for block, _ in self._gates))
+
+    def gates(self, block: str, adapter: str | None = None) -> torch.Tensor:
+        """Gates of a block in the last forward, [B, T, E]."""
+        return self._gates[self._key(block, adapter)]
+
+    def mask(self, block: str, adapter: str | None = None) -> torch.Tensor | None:
+        """Real tokens of the last forward, [B, T]; None when all were."""
+        return self._masks[self._key(block, adapter)]
+
+    def experts(self, block: str, adapter: str | None = None) -> list[str]:
+        """The routed projections of a block, in the order of the last dimension of its gates."""
+        return list(self._names[self._key(block, adapter)])
+
+    def load(self, block: str, adapter: str | None = None) -> ExpertLoad:
+        """Shares over every forward since recording began, padding left out."""
+        key = self._key(block, adapter)
+        jumps, tokens = self._jumps[key], self._tokens[key]
+        return ExpertLoad(
+            experts=list(self._names[key]),
+            share=(jumps / jumps.sum().clamp_min(1)).tolist(),
+            mean_gate=(self._weight[key] / tokens.clamp_min(1)).tolist(),
+        )
+
+    def _key(self, block: str, adapter: str | None) -> tuple[str, str]:
+        for key in self._gates:
+            if key[0] == str(block) and adapter in (None, key[1]):
+                return key
+        known = self.blocks()
+        raise ConfigError(
+            f"no routing of block {block!r} was recorded.{did_you_mean(str(block), known)} "
+            f"Recorded blocks: {', '.join(known) or 'none; run the model inside record_routing'}."
+        )
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingTrace]:
+    """Record the gates of every forward inside the `with`."""
+    context = require_context(model)
+    outer, context.trace = context.trace, RoutingTrace()
+    try:
+        yield context.trace
+    finally:
+        context.trace = outer
+
+
+def staged_load(model: nn.Module, adapter_name: str = "default") -> dict[str, ExpertLoad]:
+    """Expert load of the last training forward, read from the staged counts: costs nothing until it is asked for."""
+    loads = {}
+    for router in require_context(model).routers():
+        layers: Sequence[MonkeyJumpLayer] = router.layers.get(adapter_name, [])
+        if layers and adapter_name in layers[0].monkeyjump_staged_count:
+            counts = torch.stack([layer.monkeyjump_staged_count[adapter_name] for layer in layers]).double().cpu()
+            share = (counts / counts.sum().clamp_min(1)).tolist()
+            loads[router.key] = ExpertLoad(list(router.names[adapter_name]), share, mean_gate=[])
+    return loads
