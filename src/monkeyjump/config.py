@@ -13,8 +13,8 @@ from typing import Any
 from peft.config import PeftConfig
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.registry import did_you_mean
 from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.registry import did_you_mean
 
 ADAPTERS = ("lora", "lora_fa", "adalora", "propulsion")
 SIMILARITIES = ("cosine", "dot", "euclidean", "l1")

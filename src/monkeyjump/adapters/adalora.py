@@ -23,6 +23,7 @@ class AdaLoraAdapter(LoraAdapter):
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
         self.diagonal = nn.Parameter(torch.zeros(config.r, dtype=torch.float32))
+        self.allocations: torch.Tensor
         self.smoothing = (config.beta1, config.beta2)
         self.allocates = config.allocates_rank
         if self.allocates:

@@ -62,7 +62,7 @@ class Adapter(nn.Module):
         """A regulariser on this adapter's own tensors, unweighted, or None."""
         return None
 
-    def _apply(self, fn, recurse=True):  # type: ignore[override]
+    def _apply(self, fn, recurse=True):
         return super()._apply(at_least_fp32(fn), recurse)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """The torch definition of every op: the specification that faster kernels are tested against, and the fallback.
 
-Shapes: B batch, T tokens, D hidden width, E routed experts, K top-k, R rank, O output width; `...` is any leading shape.
+Shapes: B batch, T tokens, D hidden width, E routed experts, K top-k, R rank, O output width; `...`: any leading shape.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class MonkeyJumpCallback(TrainerCallback):
         self.progress = progress
         self.report: CalibrationReport | None = None
 
-    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):  # noqa: PLR0913
+    def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         model = _unwrapped(model)
         for name in _centroid_adapters(model):
             if not centers_initialized(model, name):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -156,7 +157,7 @@ def initialize_centers(
         return CalibrationReport(name, config.center_init, 0, 0, {})
     if dataloader is None:
         raise ConfigError(
-            f"initialize_centers needs a dataloader for center_init={config.center_init!r}: pass any iterable of batches."
+            f"initialize_centers needs data for center_init={config.center_init!r}: pass any iterable of batches."
         )
     collector = TokenCollector(name, config, num_tokens or config.init_tokens, seed)
     _collect(model, context, collector, dataloader, progress)
@@ -224,7 +225,7 @@ def _adapter_to_initialize(context: RoutingContext, adapter_name: str | None) ->
 def _collect(
     model: nn.Module, context: RoutingContext, collector: TokenCollector, dataloader: Iterable[Any], progress: bool
 ) -> None:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
     device = next(base.parameters()).device
     wanted = OVERSAMPLE * collector.capacity
     with (

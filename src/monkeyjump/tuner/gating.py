@@ -71,7 +71,8 @@ class RoutingContext:
 
     def remove(self) -> None:
         """Take every hook off the model."""
-        for holder in (self, *self.groups.values(), *self.routers()):
+        holders: list[RoutingContext | BlockGroup | BlockRouter] = [self, *self.groups.values(), *self.routers()]
+        for holder in holders:
             for handle in holder._handles:
                 handle.remove()
             holder._handles = []
@@ -216,14 +217,14 @@ class BlockGroup:
             segments = segments_of(self.arguments.get("position_ids"), self.arguments.get("seq_idx"))
             if segments is not None and segments.shape != shape:
                 segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
-        labels = self.arguments.get("labels")
+        labels, lengths = self.arguments.get("labels"), self.arguments.get("prompt_lengths")
         has_answers = self.context.causal and (labels is None or labels.shape == shape)
         return CallInputs(
             shape=shape,
             device=device,
             mask=mask,
             labels=labels if has_answers else None,
-            prompt_lengths=expand_rows(self.arguments.get("prompt_lengths"), shape[0]) if has_answers else None,
+            prompt_lengths=None if lengths is None or not has_answers else expanded_rows(lengths, shape[0]),
             segments=segments,
             generated_from=self.context.generated_from,
             training=self.staging and has_answers,
@@ -321,7 +322,7 @@ class BlockRouter:
 
     def forget(self, adapter_name: str) -> None:
         for table in (self.names, self.configs, self.layers, self.gates):
-            table.pop(adapter_name, None)  # type: ignore[attr-defined]
+            table.pop(adapter_name, None)
         self.group.initialized.discard(adapter_name)
 
     def active(self) -> list[str]:
@@ -333,7 +334,7 @@ class BlockRouter:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         h = hidden_states(args, kwargs, self.path)
-        self.shape = h.shape[:2]
+        self.shape = (h.shape[0], h.shape[1])
         collector = self.group.context.collector
         if collector is not None:
             collector.observe(self, h)
@@ -375,7 +376,7 @@ class BlockRouter:
         if config.granularity == "task":
             return self._task_gates(config, len(layers), h)
         if config.granularity == "sequence" and group.kept is not None and (self.path, name) in group.kept:
-            gates = expand_rows(group.kept[self.path, name], h.shape[0])
+            gates = expanded_rows(group.kept[self.path, name], h.shape[0])
             group.fresh[self.path, name] = gates
             return gates
         decision = self._route(name, h, training)
@@ -419,8 +420,8 @@ class BlockRouter:
                 "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
                 "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
             )
-        rows = expand_rows(task_ids.reshape(-1), h.shape[0])
-        if rows is None or rows.shape[0] != h.shape[0]:
+        rows = expanded_rows(task_ids.reshape(-1), h.shape[0])
+        if rows.shape[0] != h.shape[0]:
             raise ConfigError(
                 f"task_ids has {task_ids.numel()} entries for a batch of {h.shape[0]} rows: give one per row."
             )
@@ -458,9 +459,9 @@ def real_tokens(mask: Any, shape: Any) -> torch.Tensor | None:
     return mask[:, -T:].bool()
 
 
-def expand_rows(tensor: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+def expanded_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Repeat per-row values for a batch that `generate` widened (beams, several returned sequences)."""
-    if tensor is None or tensor.shape[0] == rows or rows % tensor.shape[0] != 0:
+    if tensor.shape[0] == rows or rows % tensor.shape[0] != 0:
         return tensor
     return tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
 

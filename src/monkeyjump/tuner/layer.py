@@ -28,7 +28,10 @@ class Fp32BufferDict(BufferDict):
     def __init__(self) -> None:
         super().__init__(persistent=True)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[override]
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return super().__getitem__(key)
+
+    def _apply(self, fn, recurse=True):
         return super()._apply(at_least_fp32(fn), recurse)
 
 
@@ -48,6 +51,11 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         "monkeyjump_staged_count",
         "monkeyjump_step",
     )
+    monkeyjump_center: Fp32BufferDict
+    monkeyjump_mean: Fp32BufferDict
+    monkeyjump_staged_sum: Fp32BufferDict
+    monkeyjump_staged_count: Fp32BufferDict
+    monkeyjump_step: Fp32BufferDict
 
     def __init__(self, base_layer: nn.Module, context: RoutingContext, quantization: dict[str, Any]) -> None:
         super().__init__()
@@ -157,7 +165,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
             raise ValueError(f"merging adapter {adapter_name!r} gives NaN or infinite weights; nothing was merged.")
         self.set_base_weight(new_weight.T.contiguous() if transposed else new_weight)
         if new_bias is not None:
-            layer.bias.data = new_bias  # type: ignore[union-attr]
+            layer.bias.data = new_bias
 
     def __repr__(self) -> str:
         return "monkeyjump." + super().__repr__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.peft_model import PeftModel
@@ -28,7 +28,10 @@ class MonkeyJumpModel(BaseTuner):
 
     prefix = "monkeyjump_"
     tuner_layer_cls = MonkeyJumpLayer
-    target_module_mapping = {**TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, **DEFAULT_TARGETS}
+    target_module_mapping: dict[str, Any] = {  # noqa: RUF012  declared on the instance by PEFT
+        **TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+        **DEFAULT_TARGETS,
+    }
 
     routing: RoutingContext
 
@@ -38,7 +41,7 @@ class MonkeyJumpModel(BaseTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Check everything, then inject: a configuration that does not fit leaves the model as it was."""
-        config: MonkeyJumpConfig = self.peft_config[adapter_name]
+        config = cast(MonkeyJumpConfig, self.peft_config[adapter_name])
         self._prepare_adapter_config(config, self.get_model_config(model))
         placement = place(model, config, self._target_test(model, config))
         self._placement = placement
@@ -56,10 +59,10 @@ class MonkeyJumpModel(BaseTuner):
         if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
             from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
-            config = _maybe_include_all_linear_layers(config, model)
+            _maybe_include_all_linear_layers(config, model)
         return lambda path: bool(self._check_target_module_exists(config, path))
 
-    def _create_and_replace(
+    def _create_and_replace(  # type: ignore[override]
         self,
         peft_config: MonkeyJumpConfig,
         adapter_name: str,
@@ -102,7 +105,7 @@ class MonkeyJumpModel(BaseTuner):
         with self.routing.generating(width, *extras):
             return self.model.generate(*args, **kwargs)
 
-    def _unload_and_optionally_merge(
+    def _unload_and_optionally_merge(  # type: ignore[override]
         self,
         merge: bool = True,
         progressbar: bool = False,
@@ -111,11 +114,11 @@ class MonkeyJumpModel(BaseTuner):
     ) -> nn.Module:
         if merge:
             self._check_all_mergeable(adapter_names)
-        model = super()._unload_and_optionally_merge(
+        super()._unload_and_optionally_merge(
             merge=merge, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
         )
         self.routing.remove()
-        return model
+        return self.model
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         self._check_all_mergeable(adapter_names)
@@ -161,7 +164,7 @@ def _call_when_wrapped(tuner: MonkeyJumpModel) -> None:
     reference = weakref.ref(tuner)
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and child is reference():
+        if isinstance(child, MonkeyJumpModel) and child is reference():
             handle.remove()
             if isinstance(parent, PeftModel):
                 child.routing.adopt(parent)

@@ -163,7 +163,7 @@ def _plan_blocks(
                     "add it to shared_modules to keep it always on, or take it out of target_modules."
                 )
             continue
-        if config.layers_to_route is not None and block_index(home) not in config.layers_to_route:
+        if isinstance(config.layers_to_route, list) and block_index(home) not in config.layers_to_route:
             continue
         routed_by_block.setdefault(home, [])
         if not shared:

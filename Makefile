@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A CPU build is enough here and gigabytes smaller; set TORCH= to keep an installed one, or another version for a GPU.
+TORCH ?= torch==2.13.0
+
+.PHONY: quickstart test lint types unit clean
+
+quickstart: $(VENV)/.user
+	$(BIN)/monkeyjump train quickstart
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+# One thread a worker: two workers on two cores are faster than one with two threads on models this small.
+unit: $(VENV)/.dev
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
+
+$(VENV)/.torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install -q $(TORCH))
+	touch $@
+
+$(VENV)/.user: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install -q -e ".[cli]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.user pyproject.toml
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
