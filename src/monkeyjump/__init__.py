@@ -4,6 +4,7 @@ Importing the package makes PEFT know the method; after that `peft.get_peft_mode
 everything built on PEFT work as for LoRA.
 """
 
+from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.callbacks import MonkeyJumpCallback
@@ -21,6 +22,7 @@ __all__ = [
     "allocate_ranks",
     "count_parameters",
     "initialize_centers",
+    "methods",
     "record_routing",
 ]
 

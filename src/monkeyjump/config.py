@@ -18,6 +18,7 @@ from monkeyjump.registry import did_you_mean
 
 ADAPTERS = ("lora", "lora_fa", "adalora", "propulsion")
 SIMILARITIES = ("cosine", "dot", "euclidean", "l1")
+ROUTERS = ("centroid", "uniform")
 GRANULARITIES = ("token", "sequence", "task")
 SEQUENCE_TOKENS = ("prompt", "last", "mean", "max")
 ROUTE_SPACES = ("raw", "centered")
@@ -67,6 +68,11 @@ class MonkeyJumpConfig(PeftConfig):
     shared_modules: list[str] | None = _help(
         "Targets that are always on, with gate 1; None or [] routes every target.", None
     )
+    router: str = _help(
+        "centroid: tokens against centres (Monkey Jump); uniform: one constant gate, the control without routing.",
+        "centroid",
+    )
+    uniform_gate: float = _help("router='uniform': the gate of every routed projection.", 1.0)
     top_k: int = _help("How many routed projections a token jumps to.", 2)
     temperature: float = _help("Softmax temperature of the similarities.", 1.0)
     similarity: str = _help(f"Token against centre: {', '.join(SIMILARITIES)}.", "cosine")
@@ -136,7 +142,7 @@ class MonkeyJumpConfig(PeftConfig):
 
     @property
     def uses_centers(self) -> bool:
-        return self.granularity != "task"
+        return self.router == "centroid" and self.granularity != "task"
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and tell the reader of the model card which import loading needs."""
@@ -160,6 +166,7 @@ class MonkeyJumpConfig(PeftConfig):
     def _choice_problems(self) -> list[str]:
         choices = {
             "adapter": ADAPTERS,
+            "router": ROUTERS,
             "similarity": SIMILARITIES,
             "granularity": GRANULARITIES,
             "sequence_token": SEQUENCE_TOKENS,
@@ -197,6 +204,12 @@ class MonkeyJumpConfig(PeftConfig):
         check("alpha", _is_number(self.alpha) and self.alpha > 0, "a number > 0", "the paper uses 5")
         check("dropout", _is_number(self.dropout) and 0 <= self.dropout < 1, "in [0, 1)", "0 switches dropout off")
         check("temperature", _is_number(self.temperature) and self.temperature > 0, "a number > 0", "the paper uses 1")
+        check(
+            "uniform_gate",
+            _is_number(self.uniform_gate) and self.uniform_gate > 0,
+            "a number > 0",
+            "1 is plain PEFT; the mean gate of a routed adapter makes the control that matches it",
+        )
         check("jitter", _is_number(self.jitter) and self.jitter >= 0, "a number >= 0", "0 switches the noise off")
         check(
             "ema_momentum",

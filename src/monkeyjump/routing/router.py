@@ -55,6 +55,11 @@ def route(
         return Decision(gates, *ops.cluster_sums(u, members, queries))
 
 
+def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
+    """The control without routing: the same gate for every token and projection, [B, 1, E]."""
+    return torch.full((h.shape[0], 1, experts), config.uniform_gate, device=h.device)
+
+
 def task_gates(task_ids: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
     """Oracle routing: every token of a row goes to its task's expert with gate 1, [B, 1, E]."""
     if config.task_experts is None:

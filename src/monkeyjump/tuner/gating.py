@@ -22,7 +22,7 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.ema import committed
 from monkeyjump.routing.granularity import IGNORE, CallInputs, Selection, segments_of, select
-from monkeyjump.routing.router import Decision, route, task_gates
+from monkeyjump.routing.router import Decision, route, task_gates, uniform_gates
 from monkeyjump.tuner.auxiliary import auxiliary_loss
 from monkeyjump.tuner.layer import UNINITIALIZED, MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
@@ -231,7 +231,7 @@ class BlockGroup:
         )
 
     def _select(self, adapter_name: str, config: MonkeyJumpConfig, shape: Any, device: torch.device) -> None:
-        if config.granularity == "task" or (config.granularity == "sequence" and self.kept is not None):
+        if not config.uses_centers or (config.granularity == "sequence" and self.kept is not None):
             return
         inputs = self.call_inputs((int(shape[0]), int(shape[1])), device)
         self.selections[adapter_name] = select(inputs, config.granularity, config.sequence_token)
@@ -373,6 +373,8 @@ class BlockRouter:
 
     def _decide(self, name: str, h: torch.Tensor, training: bool) -> torch.Tensor:
         config, layers, group = self.configs[name], self.layers[name], self.group
+        if config.router == "uniform":
+            return uniform_gates(h, len(layers), config)
         if config.granularity == "task":
             return self._task_gates(config, len(layers), h)
         if config.granularity == "sequence" and group.kept is not None and (self.path, name) in group.kept:
