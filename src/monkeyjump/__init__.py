@@ -4,15 +4,20 @@ Importing the package makes PEFT know the method; after that `peft.get_peft_mode
 everything built on PEFT work as for LoRA.
 """
 
-from monkeyjump import methods
-from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.errors import ConfigError
-from monkeyjump.training.callbacks import MonkeyJumpCallback
-from monkeyjump.tuner.allocation import allocate_ranks
-from monkeyjump.tuner.calibrate import initialize_centers
-from monkeyjump.tuner.count import count_parameters
-from monkeyjump.tuner.register import register as _register
-from monkeyjump.tuner.trace import record_routing
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monkeyjump import methods
+    from monkeyjump.config import MonkeyJumpConfig
+    from monkeyjump.errors import ConfigError
+    from monkeyjump.training.callbacks import MonkeyJumpCallback
+    from monkeyjump.tuner.allocation import allocate_ranks
+    from monkeyjump.tuner.calibrate import initialize_centers
+    from monkeyjump.tuner.count import count_parameters
+    from monkeyjump.tuner.trace import record_routing
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,4 +31,37 @@ __all__ = [
     "record_routing",
 ]
 
-_register()
+_HOMES = {
+    "ConfigError": "errors",
+    "MonkeyJumpCallback": "training.callbacks",
+    "MonkeyJumpConfig": "config",
+    "allocate_ranks": "tuner.allocation",
+    "count_parameters": "tuner.count",
+    "initialize_centers": "tuner.calibrate",
+    "methods": "methods",
+    "record_routing": "tuner.trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'monkeyjump' has no attribute {name!r}")
+    module = importlib.import_module(f"monkeyjump.{_HOMES[name]}")
+    value = module if name == "methods" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _started_by_command_line() -> bool:
+    """Whether this process is `monkeyjump ...` or `python -m monkeyjump ...`, whose help must not wait for torch."""
+    program = os.path.basename(sys.argv[0]) if sys.argv else ""
+    by_module = program == "-m" and "monkeyjump" in sys.orig_argv
+    return by_module or program in ("monkeyjump", "monkeyjump.exe")
+
+
+if not _started_by_command_line():
+    importlib.import_module("monkeyjump.tuner.register").register()

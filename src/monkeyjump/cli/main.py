@@ -1,0 +1,56 @@
+"""The command line: one verb per job, each in a file of its own that imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from monkeyjump.errors import ConfigError
+
+VERBS = {
+    "train": "train an adapter from a recipe",
+    "evaluate": "score an adapter on tasks, with the base model beside it",
+    "compare": "train several methods over several seeds and print the table",
+    "tasks": "list the tasks and the state of their data",
+    "methods": "list the methods and what they cost on a model",
+    "models": "list the models that can be used by name",
+    "validate": "check a recipe without running it",
+    "run": "run another program with monkeyjump's adapters known to PEFT",
+}
+EPILOG = "Start with `monkeyjump train quickstart`. `monkeyjump VERB --help` says more about each."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="monkeyjump", description="Routed parameter-efficient fine-tuning.", epilog=EPILOG
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    asked = next((word for word in arguments if word in VERBS), None)
+    for verb, summary in VERBS.items():
+        sub = verbs.add_parser(verb, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if verb == asked:  # only the verb that runs is imported
+            module = importlib.import_module(f"monkeyjump.cli.{verb}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe went away
+        return 1
+
+
+def _version() -> str:
+    from monkeyjump import __version__
+
+    return f"monkeyjump {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Found first on the path by programs started with `monkeyjump run`: registers the method, then hands over."""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+
+
+def _next_sitecustomize() -> None:
+    """Run the sitecustomize this one hides, if the environment has one."""
+    elsewhere = [path for path in sys.path if os.path.abspath(path or os.curdir) != _here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+_next_sitecustomize()
+if importlib.util.find_spec("peft") is not None:
+    # argv is not set yet while site starts, so this cannot be mistaken for the command line itself
+    import monkeyjump.tuner.register
+
+    monkeyjump.tuner.register.register()
