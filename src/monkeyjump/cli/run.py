@@ -1,4 +1,4 @@
-"""`monkeyjump run -- PROGRAM ...`: a program that does not import monkeyjump, with its adapters known to PEFT all the same.
+"""`monkeyjump run -- PROGRAM ...`: a program that does not import monkeyjump, with its adapters known to PEFT.
 
 PEFT has no plug-in discovery. The program is started with a `sitecustomize` on its path that imports monkeyjump, so its
 Python children (an `accelerate launch`, say) know the method too.

@@ -68,14 +68,22 @@ def pool_rows(h: torch.Tensor, mask: torch.Tensor | None, how: str) -> torch.Ten
 
 
 def segments_of(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
-    """Packed sequence number of every token, from `seq_idx` or from the places where positions restart."""
+    """Packed sequence number of every token, from `seq_idx` or from the places where positions restart.
+
+    Negative entries of `seq_idx` mark padding at the end of a row (see `packed_mask`).
+    """
     if seq_idx is not None:
-        return (seq_idx - seq_idx[:, :1]).long()
+        return seq_idx.clamp_min(0).long()
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return None
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
     return starts.long().cumsum(1) - 1
+
+
+def packed_mask(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+    """[B, T] True on the real tokens of packed rows, where `seq_idx` tells."""
+    return None if seq_idx is None else seq_idx >= 0
 
 
 def _prompt_mask(inputs: CallInputs) -> torch.Tensor:

@@ -61,9 +61,9 @@ def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> to
 
 
 def task_gates(task_ids: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
-    """Oracle routing: every token of a row goes to its task's expert with gate 1, [B, 1, E]."""
+    """Oracle routing: every token goes to its task's expert with gate 1. task_ids [B, 1] or [B, T] -> [B, 1 or T, E]."""
     if config.task_experts is None:
         expert = task_ids % experts
     else:
         expert = torch.tensor(config.task_experts, device=task_ids.device)[task_ids]
-    return torch.nn.functional.one_hot(expert.long(), experts).float().unsqueeze(1)
+    return torch.nn.functional.one_hot(expert.long(), experts).float()

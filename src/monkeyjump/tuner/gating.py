@@ -21,7 +21,7 @@ from torch import nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.ema import committed
-from monkeyjump.routing.granularity import IGNORE, CallInputs, Selection, segments_of, select
+from monkeyjump.routing.granularity import IGNORE, CallInputs, Selection, packed_mask, segments_of, select
 from monkeyjump.routing.router import Decision, route, task_gates, uniform_gates
 from monkeyjump.tuner.auxiliary import auxiliary_loss
 from monkeyjump.tuner.layer import UNINITIALIZED, MonkeyJumpLayer
@@ -213,18 +213,21 @@ class BlockGroup:
         """The arguments of this forward in the form that selection understands."""
         mask = real_tokens(self.arguments.get("attention_mask"), shape)
         segments = None
-        if mask is None:
-            segments = segments_of(self.arguments.get("position_ids"), self.arguments.get("seq_idx"))
+        if mask is None:  # a packed row has no mask of its own
+            seq_idx = self.arguments.get("seq_idx")
+            segments = segments_of(self.arguments.get("position_ids"), seq_idx)
             if segments is not None and segments.shape != shape:
                 segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
+            mask = packed_mask(seq_idx) if segments is not None else None
         labels, lengths = self.arguments.get("labels"), self.arguments.get("prompt_lengths")
         has_answers = self.context.causal and (labels is None or labels.shape == shape)
+        per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])
         return CallInputs(
             shape=shape,
             device=device,
             mask=mask,
             labels=labels if has_answers else None,
-            prompt_lengths=None if lengths is None or not has_answers else expanded_rows(lengths, shape[0]),
+            prompt_lengths=expanded_rows(lengths, shape[0]) if lengths is not None and per_row else None,
             segments=segments,
             generated_from=self.context.generated_from,
             training=self.staging and has_answers,
@@ -422,12 +425,16 @@ class BlockRouter:
                 "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
                 "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
             )
-        rows = expanded_rows(task_ids.reshape(-1), h.shape[0])
+        task_ids = task_ids.reshape(-1).to(h.device)
+        seq_idx = self.group.arguments.get("seq_idx")
+        if seq_idx is not None:  # packed: one id per sequence of the row
+            return task_gates(task_ids[seq_idx.clamp_min(0).long()], experts, config)
+        rows = expanded_rows(task_ids, h.shape[0])
         if rows.shape[0] != h.shape[0]:
             raise ConfigError(
-                f"task_ids has {task_ids.numel()} entries for a batch of {h.shape[0]} rows: give one per row."
+                f"task_ids has {rows.shape[0]} entries for a batch of {h.shape[0]} rows: give one per row."
             )
-        return task_gates(rows.to(h.device), experts, config)
+        return task_gates(rows.unsqueeze(1), experts, config)
 
 
 def hidden_states(args: tuple, kwargs: dict[str, Any], path: str) -> torch.Tensor:
