@@ -32,7 +32,7 @@ class CallInputs:
 class Selection:
     """Queries are the tokens that are compared with the centres; `source` says whose decision each token follows."""
 
-    queries: torch.Tensor | None = None  # [B, T] bool; None = every token
+    queries: torch.Tensor | None = None  # [B, T] bool, [B, 1] when pooled; None = every token
     source: torch.Tensor | None = None  # [B, 1] or [B, T] int64 position to follow; None = each token its own
     pool: str | None = None  # "mean" or "max": the query is the pooled row instead of a token
     mask: torch.Tensor | None = None  # for pooling
@@ -47,7 +47,9 @@ def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selecti
                 f"sequence_token={sequence_token!r} cannot pool several packed sequences in one row: "
                 "use sequence_token='prompt' or 'last', or do not pack."
             )
-        return Selection(pool=sequence_token, mask=inputs.mask)
+        # a row of padding alone has no state to pool, so it is no query
+        rows = None if inputs.mask is None else inputs.mask.any(1, keepdim=True)
+        return Selection(queries=rows, pool=sequence_token, mask=inputs.mask)
     if inputs.segments is not None:
         source = _last_in_segment(inputs, sequence_token)
     else:
