@@ -43,6 +43,7 @@ class RoutingContext:
         self.prompt_lengths: torch.Tensor | None = None
         self.generated_from: int | None = None
         self.generation = 0
+        self.in_generation = False
         self.regularized = False  # whether some adapter has a loss of its own
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None
@@ -51,9 +52,15 @@ class RoutingContext:
         can_generate = getattr(model, "can_generate", None)
         self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.causal = can_generate is not None and can_generate() and not self.encoder_decoder
+        self._model = model
+        if can_generate is not None and can_generate():
+            # `generate` has no hooks, and only it knows where the prompt ends and takes `task_ids`. Shadowed on the
+            # instance, so that every way there (PEFT's wrappers, a model with native adapters) passes through.
+            model.generate = self.generate  # type: ignore[assignment]
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
-            model.register_forward_hook(self.after, with_kwargs=True),
+            # also after a failed forward, whose labels and task ids must not reach the next
+            model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
 
     def router(self, model: nn.Module, block: Block) -> BlockRouter:
@@ -71,6 +78,7 @@ class RoutingContext:
 
     def remove(self) -> None:
         """Take every hook off the model."""
+        vars(self._model).pop("generate", None)
         holders: list[RoutingContext | BlockGroup | BlockRouter] = [self, *self.groups.values(), *self.routers()]
         for holder in holders:
             for handle in holder._handles:
@@ -93,9 +101,19 @@ class RoutingContext:
         if module.training and torch.is_grad_enabled():
             output = self._with_auxiliary_loss(module, kwargs, output)
         self.labels = None
-        if self.generated_from is None:
+        if not self.in_generation:
             self.task_ids = self.prompt_lengths = None
         return output
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the base model; the end of its prompt is what sequence routing decides from."""
+        inputs = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
+        if self.encoder_decoder:
+            width = None
+        extras = kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
+        with self.generating(width, *extras):
+            return type(self._model).generate(self._model, *args, **kwargs)  # type: ignore[operator]
 
     @contextmanager
     def generating(
@@ -103,10 +121,12 @@ class RoutingContext:
     ) -> Iterator[None]:
         """Every forward inside belongs to one generation from a prompt of this (padded) width."""
         self.generation += 1
+        self.in_generation = True
         self.generated_from, self.task_ids, self.prompt_lengths = prompt_width, task_ids, prompt_lengths
         try:
             yield
         finally:
+            self.in_generation = False
             self.generated_from = self.task_ids = self.prompt_lengths = None
 
     def _take_extras(self, kwargs: dict[str, Any]) -> dict[str, Any]:

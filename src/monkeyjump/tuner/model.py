@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -42,6 +43,7 @@ class MonkeyJumpModel(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Check everything, then inject: a configuration that does not fit leaves the model as it was."""
         config = cast(MonkeyJumpConfig, self.peft_config[adapter_name])
+        _check_name(adapter_name, config)
         self._prepare_adapter_config(config, self.get_model_config(model))
         placement = place(model, config, self._target_test(model, config))
         self._placement = placement
@@ -95,15 +97,15 @@ class MonkeyJumpModel(BaseTuner):
         ):
             draw_random_centers(self.routing, adapter_name, seed=0)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the base model; the end of its prompt is what sequence routing decides from."""
-        inputs = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
-        width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
-        if self.routing.encoder_decoder:
-            width = None
-        extras = kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
-        with self.routing.generating(width, *extras):
-            return self.model.generate(*args, **kwargs)
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Where PEFT hands over a mixed batch; without this it would run every row with the active adapter."""
+        if kwargs.get("adapter_names") is not None:
+            raise ConfigError(
+                f"adapter_names={kwargs['adapter_names']!r} asks for one adapter per row, which routed adapters do not "
+                "offer: call the model once per adapter, after model.set_adapter(name)."
+            )
+        yield
 
     def _unload_and_optionally_merge(  # type: ignore[override]
         self,
@@ -171,6 +173,18 @@ def _call_when_wrapped(tuner: MonkeyJumpModel) -> None:
 
     handle = register_module_module_registration_hook(on_registration)
     weakref.finalize(tuner, handle.remove)
+
+
+def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
+    """PEFT tells adapters apart by parts of keys: one called like a tensor would take that tensor from all others."""
+    with torch.device("meta"):
+        adapters = [ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS]
+    taken = sorted({name for adapter in adapters for name in adapter.state_dict()})
+    if adapter_name in taken:
+        raise ConfigError(
+            f"adapter name {adapter_name!r} is also the name of a tensor of an adapter ({', '.join(taken)}): saving "
+            "would mix them up; choose another name."
+        )
 
 
 def _check_checkpoint(
