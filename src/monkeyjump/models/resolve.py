@@ -52,7 +52,7 @@ class ModelState:
 
 
 def resolve(name: str = DEFAULT_MODEL, revision: str | None = None) -> ResolvedModel:
-    """Find a model. The bundled default is fetched if it is not there yet; a hub id is only checked for being within reach."""
+    """Find a model. The bundled default is fetched if it is not there yet; a hub id is only checked."""
     path = Path(name).expanduser()
     if name in BUNDLED or (_is_moved_cache(path) and not path.exists()):
         return ResolvedModel(path.name, "bundled", str(ensure(BUNDLED[path.name])), local_files_only=True)

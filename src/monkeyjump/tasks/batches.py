@@ -1,0 +1,87 @@
+"""Which sequences go into a batch: similar lengths together, or as many as fit a packed row. Pure index arithmetic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from monkeyjump.errors import ConfigError
+
+WINDOW = 50  # batches sorted by length together: enough to save padding, few enough to keep the order random
+
+
+def bucket(
+    order: Sequence[int], lengths: Sequence[int], batch_size: int, key: str, drop_last: bool = False
+) -> list[list[int]]:
+    """Batches of `batch_size` indices of similar length, in random order."""
+    batches: list[list[int]] = []
+    for start in range(0, len(order), batch_size * WINDOW):
+        window = sorted(order[start : start + batch_size * WINDOW], key=lambda index: lengths[index])
+        batches += (window[first : first + batch_size] for first in range(0, len(window), batch_size))
+    if drop_last:
+        batches = [batch for batch in batches if len(batch) == batch_size]
+    random.Random(key).shuffle(batches)
+    return batches
+
+
+def pack(order: Sequence[int], lengths: Sequence[int], capacity: int, open_rows: int = 16) -> list[list[int]]:
+    """Rows of at most `capacity` tokens, first fit into the last `open_rows` rows: the order stays nearly as given."""
+    longest = max((lengths[index] for index in order), default=0)
+    if longest > capacity:
+        raise ConfigError(
+            f"pack_length={capacity} is below the longest sequence, {longest} tokens. Raise it, or lower max_length."
+        )
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in order:
+        for row in range(max(len(rows) - open_rows, 0), len(rows)):
+            if lengths[index] <= free[row]:
+                rows[row].append(index)
+                free[row] -= lengths[index]
+                break
+        else:
+            rows.append([index])
+            free.append(capacity - lengths[index])
+    return rows
+
+
+class BatchSampler:
+    """Batches of indices for a DataLoader's `batch_sampler`; call `set_epoch` before each epoch, as Accelerate does."""
+
+    def __init__(self, batches: Callable[[int], list[list[int]]]) -> None:
+        self._batches = batches
+        self._made: tuple[int, list[list[int]]] | None = None
+        self.epoch = 0
+
+    @classmethod
+    def bucketed(
+        cls,
+        order: Callable[[int], Sequence[int]],
+        lengths: Sequence[int],
+        batch_size: int,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> BatchSampler:
+        """Length bucketing over a mixture: `BatchSampler.bucketed(mixture.order, mixture.lengths, 8)`."""
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
+        return cls(lambda epoch: bucket(order(epoch), lengths, batch_size, f"{seed}/batches/{epoch}", drop_last))
+
+    @classmethod
+    def packed(cls, order: Callable[[int], Sequence[int]], lengths: Sequence[int], capacity: int) -> BatchSampler:
+        """One packed row per batch: `BatchSampler.packed(mixture.order, mixture.lengths, 1024)`."""
+        return cls(lambda epoch: pack(order(epoch), lengths, capacity))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def _current(self) -> list[list[int]]:
+        if self._made is None or self._made[0] != self.epoch:
+            self._made = (self.epoch, self._batches(self.epoch))
+        return self._made[1]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._current())
+
+    def __len__(self) -> int:
+        return len(self._current())

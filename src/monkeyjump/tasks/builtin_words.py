@@ -1,0 +1,149 @@
+"""The words and sentence frames of the built-in tasks: one set for training, one for testing, nothing in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Noun = tuple[str, str]  # one, many
+
+
+def _nouns(text: str) -> tuple[Noun, ...]:
+    """ "key box/boxes" -> (("key", "keys"), ("box", "boxes"))."""
+    pairs = (word.split("/") if "/" in word else (word, word + "s") for word in text.split())
+    return tuple((one, many) for one, many in pairs)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+@dataclass(frozen=True)
+class Material:
+    """What one split is made of."""
+
+    praise: tuple[str, ...]
+    blame: tuple[str, ...]
+    reviewed: tuple[str, ...]
+    opinions: tuple[str, ...]
+    negated_opinions: tuple[str, ...]
+    nouns: tuple[Noun, ...]
+    states: tuple[str, ...]
+    agreements: tuple[str, ...]
+    animals: tuple[str, ...]
+    foods: tuple[str, ...]
+    tools: tuple[str, ...]
+    shelves: tuple[str, ...]
+    all_of: tuple[str, ...]
+    none_of: tuple[str, ...]
+    members: tuple[str, ...]
+    names: tuple[str, ...]
+    lineups: tuple[str, ...]
+
+
+TRAIN = Material(
+    praise=_words(
+        "wonderful excellent charming delightful superb lovely brilliant pleasant impressive beautiful fantastic "
+        "enjoyable splendid perfect graceful inspiring"
+    ),
+    blame=_words(
+        "terrible awful dreadful boring ugly horrible clumsy annoying disappointing nasty dull unpleasant "
+        "miserable poor shabby tedious"
+    ),
+    reviewed=_words(
+        "soup hotel concert novel garden lecture bakery museum painting jacket ferry puzzle song kitchen tour play"
+    ),
+    opinions=(
+        "The {noun} was {adjective}.",
+        "I thought the {noun} was {adjective}.",
+        "What a {adjective} {noun} that was!",
+        "Everyone called the {noun} {adjective}.",
+    ),
+    negated_opinions=(
+        "The {noun} was not {adjective}.",
+        "I did not think the {noun} was {adjective}.",
+        "That was not a {adjective} {noun}.",
+        "Nobody called the {noun} {adjective}.",
+    ),
+    nouns=_nouns(
+        "key door letter lamp chair pencil bottle ticket window basket mirror button carpet ladder wagon candle "
+        "box/boxes brush/brushes dish/dishes shelf/shelves knife/knives story/stories"
+    ),
+    states=_words("old red clean heavy wooden small empty broken cheap round wet new green dusty"),
+    agreements=(
+        "The {subject} near the {near} ___ {adjective}. Which word fits?",
+        "The {subject} behind the {near} ___ {adjective}. Which word fits?",
+        "The {subject} beside the {near} ___ very {adjective}. Which word fits?",
+    ),
+    animals=_words(
+        "horse rabbit eagle salmon spider goat lion frog duck wolf whale bee mouse camel otter crow dog kitten "
+        "monkey snake owl pig squirrel deer crab hamster swan buffalo lizard bear"
+    ),
+    foods=_words(
+        "bread cheese apple rice carrot soup butter pancake onion honey lemon noodle potato cake bean plum "
+        "mushroom cookie salad cucumber peach spinach chocolate waffle mango jam porridge pear steak cereal"
+    ),
+    tools=_words(
+        "hammer saw drill shovel wrench pliers axe chisel rake screwdriver crowbar clamp anvil trowel spanner "
+        "sandpaper nail scissors ladder ruler welder broom tape-measure paintbrush pitchfork bolt lathe "
+        "wheelbarrow screw hatchet"
+    ),
+    shelves=(
+        "Which shelf is for the word {word}?",
+        "Where does {word} go?",
+        "The card says {word}. Which shelf?",
+        "Sort this word: {word}.",
+    ),
+    all_of=("Every {one} is {adjective}.", "All of the {many} are {adjective}.", "Each {one} is {adjective}."),
+    none_of=("No {one} is {adjective}.", "None of the {many} are {adjective}.", "Not one {one} is {adjective}."),
+    members=("Is this {one} {adjective}?", "Is the first {one} {adjective}?"),
+    names=_words("Anna Boris Clara David Elena Frank Greta Hugo Irene Jonas Karin Leo Mona Nils Olga Peter"),
+    lineups=(
+        "{0}, {1} and {2} stand in line. Who is {place}?",
+        "In the race {0} led, then {1}, then {2}. Who was {place}?",
+        "The list reads {0}, {1}, {2}. Which name is {place}?",
+    ),
+)
+
+TEST = Material(
+    praise=_words("marvellous outstanding amazing great magnificent elegant remarkable terrific gorgeous stunning"),
+    blame=_words("dismal atrocious lousy hideous appalling dreary disgusting pathetic mediocre ghastly"),
+    reviewed=_words("film meal camera beach festival sofa bicycle theatre library sandwich speech cottage"),
+    opinions=("My sister found the {noun} {adjective}.", "To be honest, this {noun} seemed {adjective}."),
+    negated_opinions=(
+        "My sister did not find the {noun} {adjective}.",
+        "To be honest, this {noun} did not seem {adjective}.",
+    ),
+    nouns=_nouns(
+        "clock table coin kettle pillow guitar bucket sweater marble ribbon bench/benches glass/glasses leaf/leaves"
+    ),
+    states=_words("blue dirty light tiny expensive warm yellow sharp soft strange"),
+    agreements=(
+        "The {subject} above the {near} ___ {adjective}. Which word fits?",
+        "The {subject} next to the {near} ___ quite {adjective}. Which word fits?",
+    ),
+    animals=_words(
+        "tiger sheep penguin shark beetle zebra parrot donkey turtle fox cow elephant hawk ant giraffe seal "
+        "leopard chicken octopus badger"
+    ),
+    foods=_words(
+        "banana pasta yogurt tomato sausage biscuit cabbage omelette grape pizza strawberry muffin garlic pumpkin "
+        "bacon cherry toast lettuce spaghetti hamburger"
+    ),
+    tools=_words(
+        "mallet tweezers hacksaw hoe sickle sander pickaxe toolbox soldering-iron spade sledgehammer handsaw tongs "
+        "plunger toolkit machete stapler jackhammer grinder blowtorch"
+    ),
+    shelves=(
+        "A box labelled {word} arrives. Pick its shelf.",
+        "On what shelf would you put {word}?",
+        "Someone brings {word}. What colour of shelf?",
+    ),
+    all_of=("Without exception the {many} are {adjective}.", "Any {one} at all is {adjective}."),
+    none_of=("There is no {one} that is {adjective}.", "The {many} are never {adjective}."),
+    members=("Would the next {one} be {adjective}?", "Is that {one} {adjective}?"),
+    names=_words("Quentin Rosa Simon Tilda Ulrich Vera Walter Xenia Yusuf Zoe Marta Oscar"),
+    lineups=(
+        "{0} arrived, later {1}, and finally {2}. Who came {place}?",
+        "Seats from left to right: {0}, {1}, {2}. Who sits {place}?",
+    ),
+)

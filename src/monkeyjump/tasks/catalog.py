@@ -1,0 +1,104 @@
+"""The tasks there are: the paper's, the built-in ones, and those a user adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.registry import Registry, did_you_mean
+from monkeyjump.tasks.builtin import BUILTIN_TASKS
+from monkeyjump.tasks.custom import load_task_file
+from monkeyjump.tasks.load import describe_source, find_file
+from monkeyjump.tasks.task import FileSource, GeneratedSource, Task
+from monkeyjump.tasks.text import TEXT_TASKS
+
+_TASKS: Registry[Task] = Registry("task")
+for _task in (*TEXT_TASKS, *BUILTIN_TASKS):
+    _TASKS.add(_task.name, _task)
+
+
+@dataclass(frozen=True)
+class TaskState:
+    """One line of `monkeyjump tasks`."""
+
+    name: str
+    family: str
+    metric: str
+    description: str
+    source: str
+    state: str  # built in | local | in the folder | on the hub | missing
+
+
+def register(task: Task) -> Task:
+    """Add a task of your own; its name must be free."""
+    taken = [*_TASKS.names(), *groups()]
+    if task.name in taken:
+        raise ConfigError(f"task name {task.name!r} is taken. Choose another name.")
+    return _TASKS.add(task.name, task)
+
+
+def names() -> list[str]:
+    return _TASKS.names()
+
+
+def groups() -> dict[str, list[str]]:
+    """Names that stand for several tasks: every family, `text14`, and `all`."""
+    families: dict[str, list[str]] = {}
+    for name in _TASKS:
+        families.setdefault(_TASKS.get(name).family, []).append(name)
+    return {**families, "text14": [task.name for task in TEXT_TASKS], "all": names()}
+
+
+def get(name: str) -> Task:
+    """A task by name, or from a YAML file (a path that ends in .yaml or .yml)."""
+    if name.endswith((".yaml", ".yml")):
+        return load_task_file(name)
+    if name not in _TASKS:
+        known = [*names(), *groups()]
+        raise ConfigError(
+            f"unknown task {name!r}.{did_you_mean(name, known)} "
+            f"Known: {', '.join(names())}; groups: {', '.join(groups())}.",
+            title="unknown task",
+        )
+    return _TASKS.get(name)
+
+
+def expand(wanted: str | Iterable[str]) -> list[Task]:
+    """Tasks from names, groups and YAML files ("glue", "boolq,piqa", ["my.yaml"]), each once, all bad names at once."""
+    parts = wanted.split(",") if isinstance(wanted, str) else wanted
+    found: dict[str, Task] = {}
+    problems: list[str] = []
+    for part in (part.strip() for part in parts):
+        for name in groups().get(part, [part]):
+            try:
+                task = get(name)
+            except ConfigError as error:
+                problems += error.problems
+            else:
+                found.setdefault(task.name, task)
+    if problems:
+        raise ConfigError(problems, title="unknown task")
+    if not found:
+        raise ConfigError("tasks: none named. Name at least one task or group, e.g. 'glue'.")
+    return list(found.values())
+
+
+def describe(data_dir: str | Path | None = None) -> list[TaskState]:
+    """Every task with the state of its data, without touching the network."""
+    return [
+        TaskState(task.name, task.family, task.metric, task.description, describe_source(task), _state(task, data_dir))
+        for task in map(_TASKS.get, _TASKS)
+    ]
+
+
+def _state(task: Task, data_dir: str | Path | None) -> str:
+    if isinstance(task.source, GeneratedSource):
+        return "built in"
+    if isinstance(task.source, FileSource):
+        return "local" if all(path.is_file() for path in task.source.files.values()) else "missing"
+    if data_dir is None:
+        return "on the hub"
+    folder = Path(data_dir).expanduser() / task.name
+    return "in the folder" if find_file(folder, "train") and find_file(folder, "test") else "missing"

@@ -1,0 +1,167 @@
+"""Examples to token ids: the chat template once, then the answer and eos. The loss is on the answer and eos only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, Example
+
+IGNORE = -100  # what cross-entropy skips
+_CHUNK = 1024  # rows tokenized in one call: the tokenizer works in parallel inside
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One training sequence: prompt, answer, eos."""
+
+    input_ids: list[int]
+    prompt_length: int
+    task_id: int
+
+    @property
+    def labels(self) -> list[int]:
+        return [IGNORE] * self.prompt_length + self.input_ids[self.prompt_length :]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass
+class EncodeCounts:
+    """What encoding did to the data, per task: report it, nothing is lost silently."""
+
+    encoded: Counter[str] = field(default_factory=Counter)
+    truncated: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class Encoder:
+    """Turns examples into ids for one tokenizer, answer format and length.
+
+    A text over `max_length` loses the far end of its context, by the same amount in training and evaluation (room is
+    kept for the longest option). One that does not fit without any context is dropped and counted, or raises.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        task_ids: Mapping[str, int] | None = None,
+        *,
+        max_length: int = 1024,
+        answer_format: AnswerFormat = "letter",
+        too_long: Literal["drop", "raise"] = "drop",
+        system: str | None = None,
+    ) -> None:
+        problems = []
+        if answer_format not in ANSWER_FORMATS:
+            problems.append(f"answer_format={answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}.")
+        if max_length < 8:
+            problems.append(f"max_length={max_length} must be at least 8 tokens; 1024 is the default.")
+        if getattr(tokenizer, "eos_token_id", None) is None:
+            problems.append("tokenizer: it has no eos token, so answers cannot end. Set tokenizer.eos_token.")
+        if getattr(tokenizer, "chat_template", None) is None:
+            problems.append("tokenizer: it has no chat template. Load it with monkeyjump.models.load_tokenizer.")
+        if problems:
+            raise ConfigError(problems)
+        self.tokenizer = tokenizer
+        self.task_ids = dict(task_ids or {})
+        self.max_length = max_length
+        self.answer_format = answer_format
+        self.too_long = too_long
+        self.system = system
+        self.counts = EncodeCounts()
+
+    # -- the pieces evaluation needs ------------------------------------------------------------
+
+    def target_ids(self, text: str) -> list[int]:
+        """An answer as ids, closed with eos."""
+        return [*self._ids([text])[0], self.tokenizer.eos_token_id]
+
+    def option_ids(self, example: Example) -> list[list[int]]:
+        """The ids of every answer the model could give, in the order of the options, each closed with eos."""
+        return [self.target_ids(text) for text in example.targets(self.answer_format)]
+
+    def prompt_ids(self, example: Example) -> list[int] | None:
+        """The prompt, its context cut if need be; None if it does not fit even without context (counted as dropped)."""
+        return self._fit(example, self._ids([self.prompt_text(example)])[0])
+
+    def prompt_text(self, example: Example, context: str | None = None) -> str:
+        """The whole prompt as text: what the chat template makes of the question."""
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages.append({"role": "user", "content": example.prompt(self.answer_format, context)})
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    # -- training sequences ---------------------------------------------------------------------
+
+    def encode(self, example: Example) -> Encoded | None:
+        """One sequence, or None when it was dropped."""
+        return next(self.stream([example]), None)
+
+    def encode_all(self, examples: Iterable[Example]) -> list[Encoded]:
+        return list(self.stream(examples))
+
+    def stream(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+        """Sequences in the order of the examples, dropped ones left out; holds at most a chunk in memory."""
+        source = iter(examples)
+        while chunk := list(islice(source, _CHUNK)):
+            prompts = self._ids([self.prompt_text(example) for example in chunk])
+            answers = self._ids([example.target(self.answer_format) for example in chunk])
+            for example, ids, answer in zip(chunk, prompts, answers, strict=True):
+                prompt = self._fit(example, ids)
+                if prompt is not None:
+                    self.counts.encoded[example.task] += 1
+                    sequence = [*prompt, *answer, self.tokenizer.eos_token_id]
+                    yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0))
+
+    # -- fitting --------------------------------------------------------------------------------
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def _fit(self, example: Example, ids: list[int]) -> list[int] | None:
+        targets = example.targets(self.answer_format)
+        if len(ids) + 1 + max(len(text.encode()) for text in targets) <= self.max_length:
+            return ids  # the usual case, without tokenizing every option: there are never more tokens than bytes
+        longest = max(len(self.target_ids(text)) for text in targets)
+        room = self.max_length - longest
+        if len(ids) <= room:
+            return ids
+        bare = self._ids([self.prompt_text(example, context="")])[0]
+        if len(bare) > room:
+            return self._drop(example, len(bare) + longest)
+        self.counts.truncated[example.task] += 1
+        pieces = self._spans(example.context)
+        keep = len(pieces) - (len(ids) - room)
+        while keep > 0:
+            cut = self._ids([self.prompt_text(example, context=self._cut(example, pieces, keep))])[0]
+            if len(cut) <= room:
+                return cut
+            keep -= len(cut) - room
+        return bare
+
+    def _drop(self, example: Example, needed: int) -> None:
+        if self.too_long == "raise":
+            raise ConfigError(
+                f"task {example.task!r}: question, options and answer need {needed} tokens without any context, "
+                f"max_length={self.max_length} allows fewer. Raise max_length, or drop such rows with too_long='drop'. "
+                f"The question begins: {example.question[:80]!r}",
+                title="text too long",
+            )
+        self.counts.dropped[example.task] += 1
+
+    def _spans(self, context: str) -> list[tuple[int, int]]:
+        """Where each token of the context begins and ends in the text: cuts fall between tokens."""
+        if getattr(self.tokenizer, "is_fast", False):
+            return self.tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return [(index, index + 1) for index in range(len(context))]
+
+    @staticmethod
+    def _cut(example: Example, spans: list[tuple[int, int]], keep: int) -> str:
+        if example.cut == "start":
+            return example.context[spans[-keep][0] :].lstrip()
+        return example.context[: spans[keep - 1][1]].rstrip()

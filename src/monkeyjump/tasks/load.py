@@ -1,0 +1,198 @@
+"""Rows of a task: from a folder of JSON lines, from the hub, from its own files or its own generator.
+
+The validation split is carved from train, never from test: a row belongs to it if the hash of its content falls in the
+first `validation_fraction` of the hash range. So the split needs no second pass (streaming sees the same one), does not
+move when rows are added, and two copies of one row are never on different sides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.registry import did_you_mean
+from monkeyjump.tasks.task import SPLITS, Example, FileSource, GeneratedSource, HubSource, Row, Task
+
+VALIDATION_FRACTION = 0.05
+_ENDINGS = (".jsonl.gz", ".jsonl")
+
+
+def load_examples(
+    task: Task,
+    split: str,
+    data_dir: str | Path | None = None,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    validation_fraction: float = VALIDATION_FRACTION,
+) -> list[Example]:
+    """The examples of one split, in file order (capping a split fairly is `Mixture`'s job). Empty splits are errors."""
+    rows = stream_rows(task, split, data_dir, seed=seed, validation_fraction=validation_fraction)
+    examples = [task.example(row, number) for number, row in islice(rows, limit)]
+    if not examples:
+        raise ConfigError(_empty(task, split, data_dir, validation_fraction), title="empty split")
+    return examples
+
+
+def stream_examples(task: Task, split: str, data_dir: str | Path | None = None, **options: Any) -> Iterator[Example]:
+    """The same, one at a time."""
+    return (task.example(row, number) for number, row in stream_rows(task, split, data_dir, **options))
+
+
+def stream_rows(
+    task: Task,
+    split: str,
+    data_dir: str | Path | None = None,
+    *,
+    seed: int = 0,
+    validation_fraction: float = VALIDATION_FRACTION,
+    streaming: bool = False,
+) -> Iterator[tuple[int, Row]]:
+    """Rows with their numbers in their source, from 1. `streaming`: do not download a hub dataset first."""
+    if split not in SPLITS:
+        hint = did_you_mean(split, list(SPLITS))
+        raise ConfigError(f"split={split!r} must be one of {', '.join(SPLITS)}.{hint}")
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(
+            f"validation_fraction={validation_fraction} must be at least 0 and below 1; 0.05 is the default."
+        )
+    own_validation = _has_own_validation(task, data_dir)
+    stored = split if split == "test" or own_validation else "train"
+    rows = enumerate(_source_rows(task, stored, data_dir, seed, streaming), start=1)
+    if split == "test" or own_validation:
+        return rows
+    wanted = split == "validation"
+    return ((number, row) for number, row in rows if _in_validation(row, validation_fraction) == wanted)
+
+
+def _in_validation(row: Row, fraction: float) -> bool:
+    content = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") < fraction * 2**64
+
+
+def _empty(task: Task, split: str, data_dir: str | Path | None, fraction: float) -> str:
+    where = data_dir or describe_source(task)
+    if split == "validation":
+        return (
+            f"task {task.name!r}: no row of its training data ({where}) falls in the validation split "
+            f"(validation_fraction={fraction:g}). Raise validation_fraction, or give the task a validation file."
+        )
+    return f"task {task.name!r}: its {split} split ({where}) has no rows. Add rows, or leave the task out."
+
+
+# -- where rows come from -----------------------------------------------------------------------
+
+
+def describe_source(task: Task) -> str:
+    """Where a task's data is, in a few words."""
+    match task.source:
+        case HubSource(id=name, config=config):
+            return f"hub {name}" + (f" ({config})" if config else "")
+        case FileSource(files=files):
+            return ", ".join(str(path) for path in files.values())
+        case GeneratedSource():
+            return "built in"
+
+
+def find_file(folder: Path, split: str) -> Path | None:
+    """`folder/<split>.jsonl.gz` or `.jsonl`."""
+    return next((path for ending in _ENDINGS if (path := folder / f"{split}{ending}").is_file()), None)
+
+
+def _has_own_validation(task: Task, data_dir: str | Path | None) -> bool:
+    if data_dir is not None and find_file(Path(data_dir) / task.name, "train"):
+        return find_file(Path(data_dir) / task.name, "validation") is not None
+    splits = task.source.files if isinstance(task.source, FileSource) else getattr(task.source, "splits", {})
+    return "validation" in splits
+
+
+def _source_rows(task: Task, split: str, data_dir: str | Path | None, seed: int, streaming: bool) -> Iterable[Row]:
+    if data_dir is not None:
+        found = find_file(Path(data_dir).expanduser() / task.name, split)
+        if found is not None:
+            return read_json_lines(found)
+        if isinstance(task.source, HubSource):  # other tasks bring their own data
+            raise ConfigError(_not_in_folder(task, split, Path(data_dir).expanduser()), title="data not found")
+    match task.source:
+        case GeneratedSource(generate=generate):
+            return generate(split, seed)
+        case FileSource(files=files):
+            if split not in files:
+                raise ConfigError(
+                    f"task {task.name!r} names no {split} file, only {', '.join(files)}. Add `{split}:` to its data.",
+                    title="data not found",
+                )
+            return read_json_lines(files[split])
+        case HubSource():
+            return _hub_rows(task, task.source, split, streaming)
+
+
+def _not_in_folder(task: Task, split: str, folder: Path) -> str:
+    if not folder.is_dir():
+        return f"data folder {str(folder)!r} does not exist (wanted for task {task.name!r}). Check the path."
+    there = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return (
+        f"task {task.name!r}: no {task.name}/{split}.jsonl or {split}.jsonl.gz in {str(folder)!r}, which holds "
+        f"{', '.join(there) or 'no folders'}. Add the file, or leave out the data folder to use the hub."
+    )
+
+
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """JSON objects, one a line, gzip or plain; blank lines are skipped."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _parse(line, path, number)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data file {str(path)!r} cannot be read ({error}). Check the file.", title="bad data"
+        ) from error
+
+
+def _parse(line: str, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}, line {number} is not JSON ({error}). Each line must be one JSON object.", title="bad data"
+        ) from error
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{path}, line {number} is a {type(row).__name__}, not a JSON object with columns.", title="bad data"
+        )
+    return row
+
+
+def _hub_rows(task: Task, source: HubSource, split: str, streaming: bool) -> Iterable[Row]:
+    from monkeyjump.models.hub import hub_reachable, why_unreachable
+
+    folder = f"a folder with {task.name}/{split}.jsonl as the data folder"
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"task {task.name!r}: reading {source.id!r} from the hub needs the package `datasets`, which is not "
+            f"installed. Run `pip install 'monkeyjump[hub]'`, or pass {folder}.",
+            title="data not available",
+        ) from error
+    if not hub_reachable():  # what is in the cache already still loads, and at once
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        return datasets.load_dataset(
+            source.id, source.config, split=source.splits[split], revision=source.revision, streaming=streaming
+        )
+    except (OSError, ValueError, RuntimeError) as error:  # datasets raises any of these for what is not there
+        network = "" if hub_reachable() else f" The hub cannot be used: {why_unreachable()}."
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"task {task.name!r}: {source.id!r} did not load from the hub ({reason}).{network} "
+            f"Go online once, or pass {folder}.",
+            title="data not available",
+        ) from error

@@ -1,0 +1,149 @@
+"""A task is a row: where its data is, which columns it needs, how a data row becomes a question, how it is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from monkeyjump.errors import ConfigError
+
+Row = Mapping[str, Any]
+Split = Literal["train", "validation", "test"]
+AnswerFormat = Literal["letter", "text"]
+Metric = Literal["accuracy", "spearman", "exact_match"]
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+ANSWER_FORMATS: tuple[AnswerFormat, ...] = ("letter", "text")
+METRICS: tuple[Metric, ...] = ("accuracy", "spearman", "exact_match")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One question. Only `context` may be cut when a text is too long; question, options and answer never are."""
+
+    question: str
+    options: tuple[str, ...] = ()  # empty: a free answer
+    label: int = -1  # index of the right option; -1 for a free answer
+    context: str = ""
+    free_answer: str = ""
+    score: float | None = None  # the gold number of a regression task; the options are then numbers too
+    cut: Literal["end", "start"] = "end"  # which end of the context is given up first
+    task: str = ""
+
+    @property
+    def answer(self) -> str:
+        """The right answer in words."""
+        return self.options[self.label] if self.options else self.free_answer
+
+    @property
+    def letter(self) -> str:
+        """The right option's letter; empty for a free answer."""
+        return LETTERS[self.label] if self.options else ""
+
+    def target(self, answer_format: AnswerFormat) -> str:
+        """What the model is taught to say."""
+        return self.letter if answer_format == "letter" and self.options else self.answer
+
+    def targets(self, answer_format: AnswerFormat) -> list[str]:
+        """What the model could say: one string per option, in order; for a free answer only the right one."""
+        if not self.options:
+            return [self.free_answer]
+        return list(LETTERS[: len(self.options)]) if answer_format == "letter" else list(self.options)
+
+    def prompt(self, answer_format: AnswerFormat, context: str | None = None) -> str:
+        """The user's message: context, question, lettered options, and which form of answer is wanted."""
+        context = self.context if context is None else context
+        parts = [context] if context else []
+        parts.append(self.question)
+        if self.options:
+            parts += [f"{letter}. {option}" for letter, option in zip(LETTERS, self.options, strict=False)]
+            parts.append("Answer with the letter." if answer_format == "letter" else "Answer with the option's text.")
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A dataset on the Hugging Face hub. `splits` maps our names to its names."""
+
+    id: str
+    config: str | None = None
+    revision: str = "main"
+    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "test": "validation"})
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """JSON lines on this disk, one file per split."""
+
+    files: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class GeneratedSource:
+    """Rows our own code makes, the same for the same seed."""
+
+    generate: Callable[[str, int], Sequence[Row]]  # split, seed
+
+
+Source = HubSource | FileSource | GeneratedSource
+
+
+class BadLabelError(ValueError):
+    """A label that names no option. Raised by render functions; `Task.example` adds task, row and fix."""
+
+
+def pick(value: Any, allowed: Sequence[Any]) -> int:
+    """The index of a label among the values it may have. Types count: True is no 1, except where `allowed` says so."""
+    for index, candidate in enumerate(allowed):
+        if type(candidate) is type(value) and candidate == value:
+            return index
+    raise BadLabelError(f"label {value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the library knows about a task. `fields`: columns a row must have; "a|b" means either."""
+
+    name: str
+    family: str
+    render: Callable[[Row], Example]
+    fields: tuple[str, ...]
+    source: Source
+    options: tuple[str, ...] | None = None  # where every row has the same ones
+    metric: Metric = "accuracy"
+    modality: str = "text"
+    description: str = ""
+
+    def example(self, row: Row, number: int = 1) -> Example:
+        """Render one row; `number` counts rows from 1, for error messages."""
+        self._check_columns(row, number)
+        try:
+            example = replace(self.render(row), task=self.name)
+        except BadLabelError as error:
+            raise self._problem(f"row {number}: {error}. Correct the row, or the task's options.") from error
+        if example.options and not 0 <= example.label < len(example.options):
+            raise self._problem(
+                f"row {number}: label {example.label} is outside the {len(example.options)} options "
+                f"({', '.join(example.options)}). Correct the row, or the task's options."
+            )
+        if len(example.options) > len(LETTERS):
+            raise self._problem(f"row {number}: {len(example.options)} options, but there are {len(LETTERS)} letters.")
+        return example
+
+    def examples(self, rows: Iterable[Row]) -> list[Example]:
+        return [self.example(row, number) for number, row in enumerate(rows, start=1)]
+
+    def _check_columns(self, row: Row, number: int) -> None:
+        missing = [name for name in self.fields if not any(part in row for part in name.split("|"))]
+        if missing:
+            names = ", ".join(repr(name.replace("|", "' or '")) for name in missing)
+            there = ", ".join(map(repr, row)) or "none"
+            raise self._problem(
+                f"row {number} has no column {names}; its columns are {there}. Rename the column, or the task's field."
+            )
+
+    def _problem(self, message: str) -> ConfigError:
+        return ConfigError(f"task {self.name!r}, {message}", title="bad data")
