@@ -1,0 +1,71 @@
+"""Which experts the tokens of each task go to, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from monkeyjump.tuner.trace import ExpertLoad, record_routing
+
+
+@dataclass
+class ExpertUsage:
+    """Loads by task and block: `loads[task][block]`."""
+
+    loads: dict[str, dict[str, ExpertLoad]]
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(self.loads)
+
+    @property
+    def blocks(self) -> list[str]:
+        return list(next(iter(self.loads.values()), {}))
+
+    @property
+    def mean_gate(self) -> float:
+        """Over all tasks, blocks and experts, zeros included: the constant gate that matches this routing in strength."""
+        values = [gate for loads in self.loads.values() for load in loads.values() for gate in load.mean_gate]
+        return sum(values) / len(values) if values else 1.0
+
+    @property
+    def dead(self) -> int:
+        """Experts that no token of any task went to."""
+        count = 0
+        for block in self.blocks:
+            shares = [self.loads[task][block].share for task in self.tasks]
+            count += sum(all(share[i] == 0 for share in shares) for i in range(len(shares[0])))
+        return count
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "mean_gate": self.mean_gate,
+            "dead_experts": self.dead,
+            "loads": {
+                task: {
+                    block: {"experts": load.experts, "share": load.share, "mean_gate": load.mean_gate}
+                    for block, load in loads.items()
+                }
+                for task, loads in self.loads.items()
+            },
+        }
+
+
+@torch.no_grad()
+def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torch.Tensor]]]) -> ExpertUsage:
+    """Run the batches of each task through the model and count where their tokens went."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    loads = {}
+    for task, task_batches in batches.items():
+        with record_routing(model) as trace:
+            for batch in task_batches:
+                model(**{key: value.to(device) for key, value in batch.items()})
+        loads[task] = {block: trace.load(block) for block in trace.blocks()}
+    model.train(was_training)
+    return ExpertUsage(loads)

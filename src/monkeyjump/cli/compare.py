@@ -1,0 +1,54 @@
+"""`monkeyjump compare`: methods against each other on the same tasks, seeds and budget."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", default="quickstart", help="what to train on (default: quickstart)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.max_steps=200")
+    parser.add_argument("--methods", required=True, metavar="A,B,...", help="methods; the first is the reference")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
+    parser.add_argument("--lrs", metavar="X,Y,...", help="learning rates to search on validation (default: the recipe's)")
+    parser.add_argument("--tasks", metavar="A,B,...", help="tasks instead of the recipe's")
+    parser.add_argument("--data", metavar="DIR", help="folder of JSON lines instead of the hub")
+    parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/compare-<recipe>)")
+    parser.add_argument("--no-controls", action="store_true", help="leave out the controls a routed method needs")
+
+
+def run(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from monkeyjump.tuner.register import register
+
+    register()
+    from monkeyjump.cli.console import console
+    from monkeyjump.experiments.compare import compare
+    from monkeyjump.experiments.tables import comparison_tables, save_comparison
+    from monkeyjump.training.recipe import load_recipe
+
+    overrides = list(options.overrides)
+    overrides += [f"data.folder={options.data}"] if options.data else []
+    overrides += [f"tasks={options.tasks}"] if options.tasks else []
+    recipe = load_recipe(options.recipe, overrides)
+    lrs = [float(word) for word in options.lrs.split(",")] if options.lrs else [recipe.train.lr]
+    output = Path(options.output or f"runs/compare-{recipe.name}")
+    try:
+        comparison = compare(
+            recipe,
+            options.methods.split(","),
+            list(range(options.seeds)),
+            lrs,
+            output,
+            controls=not options.no_controls,
+        )
+    except KeyboardInterrupt:
+        print(f"\nstopped; finished runs are kept in {output}. The same command goes on where this one stopped.")
+        return 130
+    screen = console()
+    for table in comparison_tables(comparison):
+        screen.print(table)
+    for path in save_comparison(comparison, output):
+        print(f"saved       {path}")
+    return 0

@@ -1,0 +1,177 @@
+"""Methods against each other: a grid of runs that resumes where it stopped, and the table it ends in.
+
+For every method the learning rate is searched on the validation split with the first seed; test data is only looked at
+by the final runs. Differences are paired by seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from monkeyjump import methods as presets
+from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.metrics import PairedDifference, paired_difference
+from monkeyjump.experiments.measure import measure_usage
+from monkeyjump.record import RunRecord, read_record, recording
+from monkeyjump.training.recipe import Recipe, recipe_from
+from monkeyjump.training.run import run
+
+CELL = "record.json"
+
+
+@dataclass
+class Cell:
+    """One run of the grid."""
+
+    method: str
+    lr: float
+    seed: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Comparison:
+    recipe: Recipe
+    methods: list[str]
+    seeds: list[int]
+    lrs: dict[str, list[float]]
+    searched: list[Cell] = field(default_factory=list)
+    final: list[Cell] = field(default_factory=list)
+
+    def best_lr(self, method: str) -> float:
+        tried = [cell for cell in self.searched if cell.method == method]
+        return max(tried, key=lambda cell: cell.metrics["validation"]).lr if tried else self.lrs[method][0]
+
+    def values(self, method: str, task: str) -> list[float]:
+        """Test metric by seed, in the order of the seeds."""
+        cells = {cell.seed: cell for cell in self.final if cell.method == method}
+        return [
+            cells[seed].metrics["mean"] if task == "mean" else cells[seed].metrics["tasks"][task]
+            for seed in self.seeds
+            if seed in cells
+        ]
+
+    def tasks(self) -> list[str]:
+        return list(self.final[0].metrics["tasks"]) if self.final else []
+
+    def families(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for task, family in (self.final[0].metrics["families"] if self.final else {}).items():
+            found.setdefault(family, []).append(task)
+        return found
+
+    def family_values(self, method: str, family: str) -> list[float]:
+        columns = [self.values(method, task) for task in self.families()[family]]
+        return [fmean(by_task) for by_task in zip(*columns, strict=True)]
+
+    def differences(self, reference: str) -> dict[str, PairedDifference]:
+        """Method less reference in the mean of all tasks, paired by seed."""
+        base = self.values(reference, "mean")
+        return {
+            method: paired_difference(self.values(method, "mean"), base) for method in self.methods if method != reference
+        }
+
+
+def compare(
+    recipe: Recipe,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    lrs: Sequence[float],
+    output: Path,
+    *,
+    controls: bool = True,
+) -> Comparison:
+    """Run whatever of the grid is not there yet, then put it together."""
+    chosen = with_controls(methods) if controls else list(dict.fromkeys(methods))
+    for method in chosen:
+        presets.build(method, recipe.preset, **recipe.adapter)  # every bad name or setting before the first run
+    if not seeds or not lrs:
+        raise ConfigError("compare needs at least one seed and one learning rate.")
+    comparison = Comparison(recipe, chosen, list(seeds), {method: list(lrs) for method in chosen})
+    for method in chosen:
+        if len(lrs) > 1:
+            comparison.searched += [_cell(comparison, output, method, lr, seeds[0], test=False) for lr in lrs]
+        lr = comparison.best_lr(method)
+        comparison.final += [_cell(comparison, output, method, lr, seed, test=True) for seed in seeds]
+    return comparison
+
+
+def with_controls(methods: Sequence[str]) -> list[str]:
+    """The methods with what must stand beside a routed one: the same gate held constant, and random centres."""
+    chosen = list(dict.fromkeys(methods))
+    if "mjlora" in chosen:
+        chosen += [control for control in ("mjlora_uniform", "mjlora_random") if control not in chosen]
+    return chosen
+
+
+def _cell(comparison: Comparison, output: Path, method: str, lr: float, seed: int, test: bool) -> Cell:
+    """One run, or its record if it was made before."""
+    recipe = _cell_recipe(comparison, output, method, lr, seed)
+    path = recipe.folder / CELL
+    done = _finished(path, recipe, test)
+    if done is None:
+        print(f"\n{method}, learning rate {lr:g}, seed {seed}" + ("" if test else " (validation only)"), flush=True)
+        with recording(path, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed) as done:
+            done.metrics = _run_cell(recipe, test)
+    return Cell(method, lr, seed, done.metrics)
+
+
+def _cell_recipe(comparison: Comparison, output: Path, method: str, lr: float, seed: int) -> Recipe:
+    settings = copy.deepcopy(comparison.recipe.to_dict())
+    settings.update(method=method, seed=seed, name=f"{method}-{lr:g}-{seed}")
+    settings["output"] = str(output / "cells" / method / f"lr-{lr:g}" / f"seed-{seed}")
+    settings["train"]["lr"] = lr
+    if method.endswith("_uniform") and "uniform_gate" not in settings["adapter"]:
+        settings["adapter"] |= _matched_gate(comparison, method.removesuffix("_uniform"))
+    return recipe_from(settings)
+
+
+def _matched_gate(comparison: Comparison, routed: str) -> dict[str, float]:
+    """The mean gate of the routed method's own runs, for the control that differs from it in nothing but routing."""
+    gates = [
+        cell.metrics["mean_gate"]
+        for cell in [*comparison.final, *comparison.searched]
+        if cell.method == routed and cell.metrics.get("mean_gate") is not None
+    ]
+    return {"uniform_gate": round(fmean(gates), 4)} if gates else {}
+
+
+def _finished(path: Path, recipe: Recipe, test: bool) -> RunRecord | None:
+    if not path.is_file():
+        return None
+    record = read_record(path)
+    same = record.config == recipe.to_dict()
+    return record if same and record.status == "finished" and ("mean" in record.metrics or not test) else None
+
+
+def _run_cell(recipe: Recipe, test: bool) -> dict[str, Any]:
+    result = run(recipe, overwrite=True, test=test)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    metrics: dict[str, Any] = {
+        "validation": result.best_validation,
+        "trainable": result.parameters.trainable,
+        "router": result.parameters.router,
+        **result.measurements,
+    }
+    usage = measure_usage(result.model, result.tokenizer, result.tasks, recipe, rows=32)
+    metrics["mean_gate"] = None if usage is None else usage.mean_gate
+    if result.report is not None:
+        metrics["mean"] = result.report.mean
+        metrics["tasks"] = {row.task: row.adapter for row in result.report.rows}
+        metrics["base"] = {row.task: row.base for row in result.report.rows}
+        metrics["families"] = {row.task: row.family for row in result.report.rows}
+        metrics["rows"] = {row.task: row.n for row in result.report.rows}
+    del result
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return metrics

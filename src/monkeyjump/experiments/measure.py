@@ -1,0 +1,32 @@
+"""Measurements on a trained model that need its tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from monkeyjump.analysis.usage import ExpertUsage, expert_usage
+from monkeyjump.tasks import Task, load_examples
+from monkeyjump.tasks.collate import PaddingCollator
+from monkeyjump.tasks.encode import Encoder
+from monkeyjump.training.recipe import Recipe
+from monkeyjump.tuner.model import find_context
+
+
+def measure_usage(
+    model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, rows: int = 64
+) -> ExpertUsage | None:
+    """Where the tokens of up to `rows` test rows of each task go; None for a model that does not route."""
+    context = find_context(model)
+    if context is None or not any(group.active() for group in context.groups.values()):
+        return None
+    data = recipe.data
+    ids = {task.name: index for index, task in enumerate(tasks)}
+    encoder = Encoder(tokenizer, ids, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
+    collate = PaddingCollator(tokenizer.pad_token_id)
+    batches = {}
+    for task in tasks:
+        sequences = encoder.encode_all(load_examples(task, "test", data.folder, limit=rows, seed=recipe.seed))
+        batches[task.name] = [collate(sequences[start : start + 16]) for start in range(0, len(sequences), 16)]
+    return expert_usage(model, batches)

@@ -1,0 +1,86 @@
+"""What a person and a log file see of a running training, and how it is stopped without losing anything."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+
+class ProgressBar(TrainerCallback):
+    """One bar for the steps, with the loss beside it; a line for every evaluation."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.bar is not None and logs and "loss" in logs:
+            self.bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if self.bar is not None and metrics and "eval_mean" in metrics:
+            self.bar.write(f"step {state.global_step}: mean validation metric {100 * metrics['eval_mean']:.1f}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+class JsonLines(TrainerCallback):
+    """Appends every log of the Trainer to a file, one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}) + "\n")
+
+
+class Interruptible(TrainerCallback):
+    """Ctrl-C or SIGTERM: finish the step, write a checkpoint, stop. A second signal stops at once."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._previous: dict[int, Any] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.restore()
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.interrupted:
+            self.restore()
+            raise KeyboardInterrupt
+        self.interrupted = True
+        tqdm.write("stopping after this step; a checkpoint will be written (again to stop at once)")

@@ -1,0 +1,219 @@
+"""One run from a recipe: load, initialise, train, evaluate, save, and say where everything is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from monkeyjump import methods
+from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.run import EvaluationReport, evaluate
+from monkeyjump.models import load_model
+from monkeyjump.tasks import Task, expand
+from monkeyjump.tasks.batches import BatchSampler
+from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
+from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.mixture import Mixture
+from monkeyjump.tasks.streaming import StreamingMixture
+from monkeyjump.training.callbacks import MonkeyJumpCallback
+from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar
+from monkeyjump.training.recipe import Recipe, recipe_from
+from monkeyjump.training.trainer import TaskTrainer, early_stopping, training_arguments
+from monkeyjump.tuner.count import ParameterCount, count_parameters
+
+RECIPE_FILE = "recipe.json"
+
+
+@dataclass
+class RunResult:
+    """What a run leaves behind. `report` is None when it was interrupted."""
+
+    folder: Path
+    model: nn.Module
+    tokenizer: Any
+    tasks: list[Task]
+    parameters: ParameterCount
+    report: EvaluationReport | None = None
+    best_validation: float | None = None
+    measurements: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def interrupted(self) -> bool:
+        return self.report is None
+
+
+def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True) -> RunResult:
+    """Train as the recipe says. `resume` goes on from the last checkpoint, exactly as if nothing had happened."""
+    checkpoint = _prepare_folder(recipe, resume, overwrite)
+    set_seed(recipe.seed)
+    tasks = expand(recipe.tasks)
+    model, tokenizer = _model(recipe)
+    data, sampler, collator = _data(recipe, tasks, tokenizer)
+    interruptible = Interruptible()
+    trainer = TaskTrainer(
+        model,
+        training_arguments(recipe, _steps(recipe, sampler), on_gpu=torch.cuda.is_available()),
+        data,
+        sampler,
+        collator,
+        lambda current: _validate(current, tokenizer, tasks, recipe),
+        [
+            MonkeyJumpCallback(seed=recipe.seed),
+            ProgressBar(),
+            JsonLines(recipe.folder / "log.jsonl"),
+            interruptible,
+            *early_stopping(recipe),
+        ],
+    )
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        interruptible.restore()
+    result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model))
+    result.measurements = _measurements(trainer, time.perf_counter() - started)
+    if interruptible.interrupted:
+        return result
+    result.best_validation = trainer.state.best_metric
+    save_adapter(model, tokenizer, recipe)
+    if test:
+        result.report = evaluate(
+            model,
+            tokenizer,
+            tasks,
+            split="test",
+            limit=recipe.evaluate.test_limit,
+            compare_base=recipe.evaluate.before,
+            **_scoring(recipe),
+        )
+    return result
+
+
+def save_adapter(model: nn.Module, tokenizer: Any, recipe: Recipe) -> Path:
+    """The adapter, its tokenizer and the recipe it came from, in `folder/adapter`."""
+    folder = recipe.folder / "adapter"
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    (folder / RECIPE_FILE).write_text(json.dumps(recipe.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def saved_recipe(folder: Path) -> Recipe | None:
+    """The recipe an adapter folder came from, if it says."""
+    path = folder / RECIPE_FILE
+    return recipe_from(json.loads(path.read_text(encoding="utf-8")), str(path)) if path.is_file() else None
+
+
+def _prepare_folder(recipe: Recipe, resume: bool, overwrite: bool) -> str | None:
+    """The checkpoint to go on from, or a folder ready for a new run."""
+    checkpoints = recipe.folder / "checkpoints"
+    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    finished = (recipe.folder / "adapter" / RECIPE_FILE).is_file()
+    if resume:
+        if last is None:
+            raise ConfigError(f"nothing to resume in {recipe.folder}: there is no checkpoint. Run without --resume.")
+        return last
+    if last is not None and not finished and not overwrite:
+        raise ConfigError(
+            f"{recipe.folder} holds an unfinished run (last checkpoint {Path(last).name}): continue it with --resume, "
+            "replace it with --overwrite, or choose another folder with output=DIR."
+        )
+    for leftover in (checkpoints, recipe.folder / "adapter"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    (recipe.folder / "log.jsonl").unlink(missing_ok=True)
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    return None
+
+
+def _model(recipe: Recipe) -> tuple[nn.Module, Any]:
+    gpu = torch.cuda.is_available()
+    bf16 = recipe.train.bf16 if recipe.train.bf16 is not None else gpu and torch.cuda.is_bf16_supported()
+    model, tokenizer = load_model(
+        recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device="cuda" if gpu else None
+    )
+    model.config.use_cache = False
+    config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
+    return get_peft_model(model, config), tokenizer
+
+
+def _data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> tuple[Any, BatchSampler | None, Any]:
+    data = recipe.data
+    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
+    collator: Any = PaddingCollator(tokenizer.pad_token_id, multiple_of=8)
+    if data.streaming:
+        return StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed), None, collator
+    caps: dict[str, int] = {task.name: data.cap for task in tasks if data.cap is not None} | data.caps
+    mixture = Mixture.load(
+        tasks,
+        encoder,
+        data.folder,
+        caps=caps,
+        seed=recipe.seed,
+        weights=data.weights,
+        temperature=data.temperature or 1.0,
+    )
+    _report_encoding(encoder)
+    if data.packing:
+        capacity = data.max_length * recipe.train.batch_size
+        return (
+            mixture,
+            BatchSampler.packed(mixture.order, mixture.lengths, capacity),
+            PackingCollator(tokenizer.pad_token_id, length=capacity),
+        )
+    sampler = BatchSampler.bucketed(mixture.order, mixture.lengths, recipe.train.batch_size, recipe.seed)
+    return mixture, sampler, collator
+
+
+def _report_encoding(encoder: Encoder) -> None:
+    for name, count in encoder.counts.truncated.items():
+        print(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
+    for name, count in encoder.counts.dropped.items():
+        print(f"{name}: {count} training texts did not fit max_length even without context and were left out")
+
+
+def _steps(recipe: Recipe, sampler: BatchSampler | None) -> int:
+    if recipe.train.max_steps is not None or sampler is None:
+        return recipe.train.max_steps or 1
+    return max(1, int(recipe.train.epochs * len(sampler) / recipe.train.accumulation))
+
+
+def _scoring(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "mode": recipe.mode,
+        "answer_format": recipe.data.answer,
+        "data": recipe.data.folder,
+        "batch_tokens": recipe.evaluate.batch_tokens,
+        "max_length": recipe.data.max_length,
+        "seed": recipe.seed,
+    }
+
+
+def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> dict[str, float]:
+    limits = [n for n in (recipe.evaluate.validation_limit, recipe.data.validation) if n is not None]
+    report = evaluate(
+        model, tokenizer, tasks, split="validation", limit=min(limits), compare_base=False, progress=False, **_scoring(recipe)
+    )
+    return {"mean": report.mean, **{row.task: row.adapter for row in report.rows}}
+
+
+def _measurements(trainer: TaskTrainer, seconds: float) -> dict[str, Any]:
+    steps = trainer.state.global_step
+    return {
+        "steps": steps,
+        "train_seconds": round(seconds, 2),
+        "steps_per_second": round(steps / seconds, 4) if seconds else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        "final_loss": next((log["loss"] for log in reversed(trainer.state.log_history) if "loss" in log), None),
+    }

@@ -1,0 +1,130 @@
+"""Transformers' Trainer, fed by a mixture of tasks and judged by their metrics."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.batches import BatchSampler
+from monkeyjump.tasks.mixture import Mixture
+from monkeyjump.training.recipe import Recipe
+
+Scorer = Callable[[nn.Module], dict[str, float]]  # model -> {"mean": ..., task: ...}
+
+
+class TaskTrainer(Trainer):
+    """Evaluates by task metrics instead of the loss, and never leaves half a checkpoint behind."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: TrainingArguments,
+        data: Mixture | IterableDataset,
+        sampler: BatchSampler | None,
+        collator: Callable[[Sequence[Any]], dict[str, Any]],
+        scorer: Scorer,
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        self._sampler = sampler
+        self._scorer = scorer
+        # The Trainer wants an evaluation set whenever it evaluates; `evaluate` below has its own.
+        super().__init__(
+            model=model,
+            args=arguments,
+            data_collator=collator,
+            train_dataset=data,
+            eval_dataset=[],  # type: ignore[arg-type]
+            callbacks=callbacks,
+        )
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+
+    def get_train_dataloader(self) -> DataLoader:
+        if self._sampler is None:
+            return super().get_train_dataloader()
+        loader = DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=self._sampler,  # type: ignore[arg-type]
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+        )
+        return self.accelerator.prepare(loader)
+
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:  # type: ignore[override]
+        model = self.accelerator.unwrap_model(self.model)
+        was_training = model.training
+        model.eval()
+        scores = {f"{metric_key_prefix}_{name}": value for name, value in self._scorer(model).items()}
+        model.train(was_training)
+        self.log(scores)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, scores)
+        return scores
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            partial = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            shutil.rmtree(partial, ignore_errors=True)
+            left = sorted(Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+            where = f"the previous one is whole: {left[-1]}" if left else "there is no earlier one"
+            raise ConfigError(
+                f"the checkpoint of step {self.state.global_step} could not be written ({error}); {where}. Free some "
+                "space, then resume with --resume.",
+                title="saving failed",
+            ) from error
+
+
+def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArguments:
+    """The Trainer's arguments for a recipe of `steps` optimiser steps."""
+    train = recipe.train
+    every = train.eval_steps or max(1, steps // 4)
+    save_every = train.save_steps or every
+    if every % save_every and save_every % every:
+        raise ConfigError(
+            f"train.save_steps={save_every} must divide train.eval_steps={every} or be a multiple of it: the best "
+            "checkpoint is chosen among the evaluated ones."
+        )
+    return TrainingArguments(
+        output_dir=str(recipe.folder / "checkpoints"),
+        learning_rate=train.lr,
+        lr_scheduler_type=train.schedule,
+        warmup_steps=train.warmup,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        num_train_epochs=train.epochs,
+        max_steps=train.max_steps or -1,
+        per_device_train_batch_size=1 if recipe.data.packing else train.batch_size,
+        gradient_accumulation_steps=train.accumulation,
+        gradient_checkpointing=train.gradient_checkpointing,
+        eval_strategy="steps",
+        eval_steps=every,
+        save_strategy="steps",
+        save_steps=max(every, save_every),
+        save_total_limit=train.keep_checkpoints,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_mean",
+        greater_is_better=True,
+        logging_steps=train.log_steps,
+        report_to=train.report_to or "none",
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        dataloader_num_workers=train.workers,
+        dataloader_pin_memory=on_gpu,
+        use_cpu=not on_gpu,
+    )
+
+
+def early_stopping(recipe: Recipe) -> list[TrainerCallback]:
+    return [] if recipe.train.patience is None else [EarlyStoppingCallback(recipe.train.patience)]
