@@ -28,9 +28,9 @@ def run(options: argparse.Namespace) -> int:
     overrides = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
     recipe = load_recipe(options.recipe, overrides)
     recipe.train.report_to += options.report_to or []
-    record = RunRecord.start(kind="train", name=recipe.name, config=recipe.to_dict(), seed=recipe.seed)
+    record = RunRecord(kind="train", name=recipe.name, config=recipe.to_dict(), seed=recipe.seed)
     result = train(recipe, resume=options.resume, overwrite=options.overwrite)
-    if result.report is None:
+    if result.interrupted or result.report is None:
         steps = result.measurements["steps"]
         words = " ".join([options.recipe, *options.overrides, *(["--data", options.data] if options.data else [])])
         print(f"\nstopped at step {steps}; the checkpoint is in {recipe.folder / 'checkpoints'}")
@@ -43,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
         plot_usage(usage, folder / "expert-usage.png", title=f"Where tokens jump ({recipe.name})")
         metrics["usage"] = usage.to_dict()
     result.report.save(folder / "evaluation")
-    write_record(record.finish(metrics), folder / "record.json")
+    record.metrics = metrics
+    write_record(record, folder / "record.json")
     screen = console()
     screen.print(result.report.table())
     print(f"{recipe.method}: {result.parameters}")

@@ -36,7 +36,7 @@ RECIPE_FILE = "recipe.json"
 
 @dataclass
 class RunResult:
-    """What a run leaves behind. `report` is None when it was interrupted."""
+    """What a run leaves behind. `report` is None when it was interrupted, or when no test was asked for."""
 
     folder: Path
     model: nn.Module
@@ -49,7 +49,7 @@ class RunResult:
 
     @property
     def interrupted(self) -> bool:
-        return self.report is None
+        return self.best_validation is None
 
 
 def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True) -> RunResult:
@@ -86,7 +86,7 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     result.measurements = _measurements(trainer, time.perf_counter() - started)
     if interruptible.interrupted:
         return result
-    result.best_validation = trainer.state.best_metric
+    result.best_validation = trainer.state.best_metric or 0.0
     save_adapter(model, tokenizer, recipe)
     if test:
         result.report = evaluate(
