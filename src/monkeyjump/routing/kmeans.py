@@ -61,8 +61,7 @@ def spherical_kmeans(
     _check_arguments(x, k, restarts, max_iter, tol)
     x = x if x.dim() == 3 else x[None]
     trials = 2 + int(math.log(k))  # scikit-learn's number
-    # on the CPU whatever the device of x, so that devices agree
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU whatever the device of x, so that devices agree
     draws = torch.rand(k, restarts, trials, generator=generator, dtype=torch.float64).to(x.device)
     blocks, n_tokens, _ = x.shape
     group = max(1, SCRATCH_BYTES // 2 // (4 * restarts * (trials + 2) * n_tokens))
@@ -80,16 +79,12 @@ def spherical_kmeans(
 
 
 class _Tokens:
-    """The raw tokens of a group of blocks, read in fp32 a chunk at a time."""
+    """The raw tokens of a group of blocks and what normalises them."""
 
     def __init__(self, x_GND: Tensor, norms_GN: Tensor) -> None:
         self.x, self.norms = x_GND, norms_GN
         self.valid = norms_GN > 0
         self.inverse = torch.where(self.valid, 1 / norms_GN, 0.0)
-
-    def chunks(self, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
-        """(where, tokens [G, n, D] in fp32); copy and `bytes_per_token` fill the chunk's share of the scratch."""
-        return _chunks(self.x, bytes_per_token)
 
     def directions(self, index_GM: Tensor) -> Tensor:
         """Unit vectors [G, M, D] of the tokens at index_GM."""
@@ -98,18 +93,22 @@ class _Tokens:
 
 
 def _chunks(x: Tensor, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
+    """(where, tokens [G, n, D] in fp32); copy and `bytes_per_token` fill the chunk's share of the scratch."""
     copy = 0 if x.dtype == torch.float32 else 4 * x.shape[2]
     # A GPU wants few launches. On the CPU 16 MB chunks are reused by malloc, larger ones are mapped anew each time: a
     # bf16 fit of 4 x 20000 x 576 took 2.5 s of one core instead of 3.9.
-    budget = SCRATCH_BYTES // (2 if x.is_cuda else 16)
-    size = max(1, budget // (x.shape[0] * (copy + bytes_per_token)))
+    size = max(1, SCRATCH_BYTES // (2 if x.is_cuda else 16) // (x.shape[0] * (copy + bytes_per_token)))
     for start in range(0, x.shape[1], size):
         where = slice(start, min(start + size, x.shape[1]))
         yield where, x[:, where].float()
 
 
 def _seed(tokens: _Tokens, draws_KST: Tensor) -> Tensor:
-    """Greedy k-means++: of T tokens drawn by squared chord to the seeds so far, keep the one that helps most."""
+    """Greedy k-means++: of T tokens drawn by squared chord to the seeds so far, keep the one that helps most.
+
+    Of several restarts, the first takes the farthest token each time: a few tokens far from all others (attention
+    sinks) are drawn rarely and lose to the middle of a crowd, though their own cluster can be the better end.
+    """
     (G, N, D), (K, S, T) = tokens.x.shape, draws_KST.shape
     closest = 4.0 * tokens.valid[:, None].float().expand(G, S, N)  # 4: the largest chord, so a uniform first draw
     trial = closest.new_empty(G, S, T, N)
@@ -117,8 +116,11 @@ def _seed(tokens: _Tokens, draws_KST: Tensor) -> Tensor:
     for step in range(K):
         t = 1 if step == 0 else T
         index = _draw(closest, draws_KST[step, :, :t], tokens.valid)
+        if step > 0 and S > 1:
+            chord, farthest = closest[:, 0].max(-1, keepdim=True)
+            index[:, 0] = torch.where(chord > 0, farthest, index[:, 0])  # all T trials the same
         candidates = tokens.directions(index.flatten(1))
-        for where, chunk in tokens.chunks(8 * S * T):
+        for where, chunk in _chunks(tokens.x, 8 * S * T):
             cosine = torch.bmm(candidates, chunk.mT).mul_(tokens.inverse[:, None, where])
             chord = cosine.mul_(-2).add_(2).view(G, S, t, -1)
             chord.masked_fill_(chord < SAME_DIRECTION, 0)
@@ -174,7 +176,7 @@ def _accumulate(tokens: _Tokens, centers: Tensor, labels_GSN: Tensor | None = No
     sums = centers.new_zeros(G, S * K, D)
     counts = torch.zeros(G, S, K, dtype=torch.int64, device=centers.device)
     clusters = torch.arange(K, device=centers.device)[:, None]
-    for where, chunk in tokens.chunks(10 * S * K + 8 * S):
+    for where, chunk in _chunks(tokens.x, 10 * S * K + 8 * S):
         scores = torch.bmm(centers.flatten(1, 2), chunk.mT).view(G, S, K, -1)
         nearest = scores.max(2, keepdim=True).indices  # the CPU's argmax over this axis is 10 times slower
         onehot = (nearest == clusters) & tokens.valid[:, None, None, where]
@@ -207,7 +209,7 @@ def _worst_served(tokens: _Tokens, centers: Tensor, empty_GSK: Tensor) -> tuple[
     G, S, K, _ = centers.shape
     chord = centers.new_full((G, S), -1.0)
     index = torch.zeros_like(chord, dtype=torch.int64)
-    for where, chunk in tokens.chunks(8 * S * K + 8 * S):
+    for where, chunk in _chunks(tokens.x, 8 * S * K + 8 * S):
         scores = torch.bmm(centers.flatten(1, 2), chunk.mT).view(G, S, K, -1)
         cosine = scores.masked_fill_(empty_GSK[..., None], -math.inf).amax(2) * tokens.inverse[:, None, where]
         far, at = (2 - 2 * cosine).masked_fill_(~tokens.valid[:, None, where], -1.0).max(-1)
@@ -221,8 +223,7 @@ def _best_restart(tokens: _Tokens, centers: Tensor, gain: Tensor, iterations: Te
     # the first of those that differ by rounding alone: many restarts find the same clusters
     best = (gain >= gain.amax(1, keepdim=True) * (1 - 1e-6)).int().argmax(1, keepdim=True)
     centers = centers.take_along_dim(best[..., None, None], 1)
-    # A reseeded centre can take the last tokens of another cluster. Each reseeding serves some token better and none
-    # worse, so this ends.
+    # A reseeded centre can take the last tokens of another cluster; each serves some token better and none worse.
     for _ in range(centers.shape[2]):
         _, counts = _accumulate(tokens, centers)
         if not bool((counts == 0).any()):
@@ -242,7 +243,7 @@ def _describe(tokens: _Tokens, centers_G1KD: Tensor, iterations_G: Tensor) -> tu
     labels = order.argsort(1).gather(1, labels)
 
     inertia = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
-    for where, chunk in tokens.chunks(12 * means.shape[2]):
+    for where, chunk in _chunks(tokens.x, 12 * means.shape[2]):
         # the difference itself, not 1 - |mean|^2, which cancels in fp32 when clusters are tight
         spread = (chunk * tokens.inverse[:, where, None]).sub_(means.take_along_dim(labels[:, where, None], 1))
         inertia += (spread.square_().sum(-1) * tokens.valid[:, where]).sum(-1, dtype=torch.float64)
