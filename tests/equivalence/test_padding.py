@@ -136,8 +136,10 @@ def test_kmeans_sample_does_not_depend_on_padding(mode: dict[str, Any], monkeypa
 @pytest.mark.parametrize("mode", MODES[:-1], ids=IDS[:-1])
 def test_a_row_of_padding_alone_counts_for_nothing(mode: dict[str, Any]) -> None:
     batch = batch_of("right")
-    dead = {k: torch.cat([v, torch.zeros_like(v[:1]) if k != "labels" else torch.full_like(v[:1], -100)])
-            for k, v in batch.items()}
+    dead = {
+        k: torch.cat([v, torch.zeros_like(v[:1]) if k != "labels" else torch.full_like(v[:1], -100)])
+        for k, v in batch.items()
+    }
     states = []
     for candidate in (batch, dead):
         model = model_of(mode).train()

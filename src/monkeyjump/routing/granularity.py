@@ -5,7 +5,7 @@ Shapes: B batch, T tokens. Everything here is data-independent in shape and free
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,8 +41,9 @@ class Selection:
 def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selection:
     if granularity == "token":
         return Selection(queries=inputs.mask)
+    inputs = _without_generated(inputs)
     if sequence_token in ("mean", "max"):
-        if inputs.segments is not None:
+        if inputs.segments is not None and _is_packed(inputs.segments):
             raise ConfigError(
                 f"sequence_token={sequence_token!r} cannot pool several packed sequences in one row: "
                 "use sequence_token='prompt' or 'last', or do not pack."
@@ -88,6 +89,20 @@ def packed_mask(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
     return None if seq_idx is None else seq_idx >= 0
 
 
+def _is_packed(segments: torch.Tensor) -> bool:
+    """Whether a row holds several sequences; the one look at values here, asked only where packing is an error."""
+    return torch.compiler.is_compiling() or bool((segments != segments[:, :1]).any())
+
+
+def _without_generated(inputs: CallInputs) -> CallInputs:
+    """Without a KV cache the generated tokens come along; they do not decide, whatever the pooling."""
+    B, T = inputs.shape
+    if inputs.generated_from is None or inputs.generated_from >= T:
+        return inputs
+    prompt = (torch.arange(T, device=inputs.device) < inputs.generated_from).expand(B, T)
+    return replace(inputs, mask=prompt if inputs.mask is None else inputs.mask & prompt)
+
+
 def _prompt_mask(inputs: CallInputs) -> torch.Tensor:
     """[B, T] True on the real tokens of the prompt."""
     B, T = inputs.shape
@@ -105,8 +120,6 @@ def _prompt_mask(inputs: CallInputs) -> torch.Tensor:
         return real & (answered.cumsum(1) - offset == 0)
     if inputs.prompt_lengths is not None:
         return real & (real.long().cumsum(1) <= inputs.prompt_lengths.unsqueeze(1))
-    if inputs.generated_from is not None:
-        return real & (positions < inputs.generated_from)
     if inputs.training:
         raise ConfigError(
             "granularity='sequence' with sequence_token='prompt' must know where the prompt ends: pass `labels` with "

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.calibrate import TokenCollector
     from monkeyjump.tuner.trace import RoutingTrace
 
+REMEMBERED = 8  # training forwards a block keeps the gates of, for recomputation in a later backward
 KEPT = "monkeyjump_decisions"  # attribute of a KV cache: the sequence decisions its entries were made with
 
 
@@ -232,13 +233,15 @@ class BlockGroup:
     def call_inputs(self, shape: tuple[int, int], device: torch.device) -> CallInputs:
         """The arguments of this forward in the form that selection understands."""
         mask = real_tokens(self.arguments.get("attention_mask"), shape)
-        segments = None
-        if mask is None:  # a packed row has no mask of its own
-            seq_idx = self.arguments.get("seq_idx")
-            segments = segments_of(self.arguments.get("position_ids"), seq_idx)
-            if segments is not None and segments.shape != shape:
-                segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
-            mask = packed_mask(seq_idx) if segments is not None else None
+        seq_idx, positions = self.arguments.get("seq_idx"), self.arguments.get("position_ids")
+        if mask is not None or self.arguments.get("past_key_values") is not None or self.context.generated_from:
+            positions = None  # they tell of packing only where Transformers reads them so: no mask, no cache
+        segments = segments_of(positions, seq_idx)
+        if segments is not None and segments.shape != shape:
+            segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
+        packed = packed_mask(seq_idx) if segments is not None else None
+        if packed is not None:
+            mask = packed if mask is None else mask & packed
         labels, lengths = self.arguments.get("labels"), self.arguments.get("prompt_lengths")
         has_answers = self.context.causal and (labels is None or labels.shape == shape)
         per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])
@@ -330,6 +333,7 @@ class BlockRouter:
         self.configs: dict[str, MonkeyJumpConfig] = {}
         self.layers: dict[str, list[MonkeyJumpLayer]] = {}
         self.gates: dict[str, torch.Tensor] = {}
+        self.remembered: dict[tuple[str, int], torch.Tensor] = {}
         self.shape: tuple[int, int] = (0, 0)
         self._handles = [
             module.register_forward_pre_hook(self.before, with_kwargs=True),
@@ -361,11 +365,15 @@ class BlockRouter:
         collector = self.group.context.collector
         if collector is not None:
             collector.observe(self, h)
+        recomputing = in_backward()
         for name in self.active():
-            gates = self._decide(name, h, module.training)
+            gates = self._recall(name, h) if recomputing else None
+            if gates is None:
+                gates = self._decide(name, h, module.training)
+                self._remember(name, h, gates)
             self.gates[name] = gates
             trace = self.group.context.trace
-            if trace is not None:
+            if trace is not None and not recomputing:
                 mask = real_tokens(self.group.arguments.get("attention_mask"), h.shape[:2])
                 trace.record(self.key, name, self.names[name], gates.expand(*h.shape[:2], -1), mask)
 
@@ -391,6 +399,24 @@ class BlockRouter:
             )
         return gate.unsqueeze(-1).to(x.device)
 
+    def _remember(self, name: str, h: torch.Tensor, gates: torch.Tensor) -> None:
+        """Keep the gates of a training forward for its recomputation under gradient checkpointing.
+
+        Between the two, another forward may have moved the centres and brought another mask. The key is the memory of
+        h: checkpointing keeps h alive until it recomputes, so no later tensor can have taken its place.
+        """
+        if self.group.staging and not torch.compiler.is_compiling():
+            while len(self.remembered) >= REMEMBERED:
+                self.remembered.pop(next(iter(self.remembered)))
+            self.remembered.pop((name, h.data_ptr()), None)
+            self.remembered[name, h.data_ptr()] = gates
+
+    def _recall(self, name: str, h: torch.Tensor) -> torch.Tensor | None:
+        gates = self.remembered.get((name, h.data_ptr()))
+        if gates is not None and self.configs[name].jitter > 0:
+            self._route(name, h, training=True)  # draws what the forward drew, for the dropout that follows in the block
+        return gates
+
     def centers(self, adapter_name: str) -> torch.Tensor:
         return torch.stack([layer.monkeyjump_center[adapter_name] for layer in self.layers[adapter_name]])
 
@@ -407,8 +433,8 @@ class BlockRouter:
         decision = self._route(name, h, training)
         if group.staging:
             self._stage(name, decision)
-        if config.granularity == "sequence" and not training and decision.gates.shape[1] == 1:
-            group.fresh[self.path, name] = decision.gates
+        if config.granularity == "sequence" and not training:
+            group.fresh[self.path, name] = decision.gates[:, -1:]
         return decision.gates
 
     def _route(self, name: str, h: torch.Tensor, training: bool) -> Decision:
@@ -455,6 +481,11 @@ class BlockRouter:
                 f"task_ids has {rows.shape[0]} entries for a batch of {h.shape[0]} rows: give one per row."
             )
         return task_gates(rows.unsqueeze(1), experts, config)
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward pass: gradient checkpointing is recomputing a block."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def hidden_states(args: tuple, kwargs: dict[str, Any], path: str) -> torch.Tensor:
