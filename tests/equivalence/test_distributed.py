@@ -1,0 +1,88 @@
+"""Two processes = one process on the concatenated batch: centres, statistics and gradients."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import monkeyjump as mj
+from tests.helpers import adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
+
+STEPS = 4
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"broadcast_buffers": True},
+    "buffers left alone": {"broadcast_buffers": False},
+    "checkpointing": {"broadcast_buffers": True, "use_reentrant": False},
+    "checkpointing, buffers left alone": {"broadcast_buffers": False, "use_reentrant": True},
+    "sequence": {"broadcast_buffers": False, "granularity": "sequence"},
+    "lora_fa, top1": {"broadcast_buffers": True, "adapter": "lora_fa", "ema_assign": "top1", "top_k": 1},
+    "two micro-batches": {"broadcast_buffers": True, "accumulate": 2},
+}
+OURS = ("granularity", "adapter", "ema_assign", "top_k")
+
+
+def build(case: str) -> Any:
+    settings = CASES[case]
+    model = adapted(tiny_llama(2), ema_interval=1, **{k: v for k, v in settings.items() if k in OURS})
+    if "use_reentrant" in settings:
+        model.gradient_checkpointing_enable({"use_reentrant": settings["use_reentrant"]})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def train(model: Any, inner: Any, case: str, rows: slice) -> dict[str, dict[str, torch.Tensor]]:
+    """A few steps on the given rows of every batch; what the model ends with."""
+    optimizer = torch.optim.SGD([p for p in inner.parameters() if p.requires_grad], lr=0.05)
+    accumulate = CASES[case].get("accumulate", 1)
+    grads: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        batch = {key: value[rows] for key, value in lm_batch(batch=4, seed=step).items()}
+        loss = model(**batch).loss / accumulate
+        if accumulate > 1 and (step + 1) % accumulate and isinstance(model, DistributedDataParallel):
+            with model.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        if (step + 1) % accumulate == 0:
+            grads = gradients(inner)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"gradients": grads, "routing": routing_state(inner)}
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    results: dict[str, Any] = {}
+    for case, settings in CASES.items():
+        inner = build(case)
+        model = DistributedDataParallel(inner, broadcast_buffers=settings["broadcast_buffers"])
+        results[case] = train(model, inner, case, slice(2 * rank, 2 * rank + 2))
+    kmeans = adapted(tiny_llama(2), center_init="kmeans")
+    data = [{"input_ids": lm_batch(seed=10 * rank + s)["input_ids"]} for s in range(2)]  # each rank has its own data
+    mj.initialize_centers(kmeans, data, progress=False, restarts=2)
+    results["kmeans"] = routing_state(kmeans)
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
+    one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for case in CASES:
+        model = build(case)
+        alone = train(model, model, case, slice(0, 4))
+        assert_same(one[case]["routing"], two[case]["routing"])  # bit for bit: nothing may drift apart
+        assert_same(one[case]["gradients"], two[case]["gradients"])
+        assert_same(alone["routing"], one[case]["routing"], rtol=1e-4, atol=1e-5)
+        assert_same(alone["gradients"], one[case]["gradients"], rtol=1e-3, atol=1e-5)
+    assert_same(one["kmeans"], two["kmeans"])
