@@ -147,13 +147,11 @@ class MonkeyJumpConfig(PeftConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and tell the reader of the model card which import loading needs."""
         super().save_pretrained(save_directory, **kwargs)
-        card = os.path.join(save_directory, "README.md")
-        if os.path.isfile(card):
-            with open(card, encoding="utf-8") as file:
-                text = file.read()
-            if "import monkeyjump" not in text:
-                with open(card, "a", encoding="utf-8") as file:
-                    file.write(MODEL_CARD_NOTE)
+        # PEFT has written a card by now; Transformers' own `save_pretrained` writes none.
+        with open(os.path.join(save_directory, "README.md"), "a+", encoding="utf-8") as card:
+            card.seek(0)
+            if "import monkeyjump" not in card.read():
+                card.write(MODEL_CARD_NOTE)
 
     def _problems(self) -> list[str]:
         return [

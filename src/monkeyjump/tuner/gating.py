@@ -281,6 +281,12 @@ class BlockGroup:
         if name in self.initialized or torch.compiler.is_compiling():
             return
         if int(self.layers(name)[0].monkeyjump_step[name]) != UNINITIALIZED:
+            blank = sum(not layer.monkeyjump_center[name].any() for layer in self.layers(name))
+            if blank:  # Transformers' own loader only prints which tensors a checkpoint lacks
+                raise ConfigError(
+                    f"{blank} of the centres of adapter {name!r} are missing although its schedule has started: the "
+                    "checkpoint it was loaded from is incomplete; save it again, or call initialize_centers."
+                )
             self.initialized.add(name)
         elif self.staging or config.inference_mode:
             raise ConfigError(
