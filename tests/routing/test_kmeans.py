@@ -7,12 +7,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 from sklearn.cluster import KMeans
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing import kmeans
 from monkeyjump.routing.kmeans import KMeansResult, spherical_kmeans
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: on busy cores the threads of each wait for one another, 20 times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with threadpool_limits(1):
+        yield
+    torch.set_num_threads(threads)
 
 
 def _rng(seed: int) -> torch.Generator:
