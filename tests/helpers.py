@@ -129,11 +129,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], **tolerance: float) -> None:
     """Two dicts of tensors agree: exactly, or within rtol and atol where given."""
     assert a.keys() == b.keys()
-    for name in a:
+    for name, value in a.items():
         if tolerance:
-            torch.testing.assert_close(a[name], b[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+            torch.testing.assert_close(value, b[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
         else:
-            assert torch.equal(a[name], b[name]), f"{name} differs by {(a[name] - b[name]).abs().max()}"
+            assert torch.equal(value, b[name]), f"{name} differs by {(value - b[name]).abs().max()}"
 
 
 def token_ids(batch: int = 3, length: int = 8, seed: int = 0) -> torch.Tensor:

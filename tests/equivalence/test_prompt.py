@@ -91,5 +91,5 @@ def test_evaluation_between_training_steps_changes_nothing() -> None:
 
 def test_training_that_cannot_know_the_prompt_raises() -> None:
     model = adapted(granularity="sequence").train()
-    with pytest.raises(mj.ConfigError, match="must know where the prompt ends.*labels.*prompt_lengths"):
+    with pytest.raises(mj.ConfigError, match=r"must know where the prompt ends.*labels.*prompt_lengths"):
         model(input_ids=token_ids())

@@ -420,7 +420,7 @@ class BlockRouter:
     def _recall(self, name: str, h: torch.Tensor) -> torch.Tensor | None:
         gates = self.remembered.get((name, h.data_ptr()))
         if gates is not None and self.configs[name].jitter > 0:
-            self._route(name, h, training=True)  # draws what the forward drew, for the dropout that follows in the block
+            self._route(name, h, training=True)  # draws what the forward drew, for the dropout after it
         return gates
 
     def centers(self, adapter_name: str) -> torch.Tensor:

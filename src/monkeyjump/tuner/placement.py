@@ -64,7 +64,7 @@ def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str],
         if not _is_linear(module := modules[path])
     ]
     homes = {path: _block_of(path, modules) for path in targets}
-    problems += _layer_problems(homes, config)
+    problems += _layer_problems(modules, homes, config)
     blocks, block_problems = _plan_blocks(modules, targets, homes, config)
     problems += block_problems
     if problems:
@@ -129,15 +129,20 @@ def _name_problems(
     return found
 
 
-def _layer_problems(homes: dict[str, str | None], config: MonkeyJumpConfig) -> list[str]:
-    present = sorted({block_index(home) for home in homes.values() if home is not None})
+def _layer_problems(
+    modules: dict[str, nn.Module], homes: dict[str, str | None], config: MonkeyJumpConfig
+) -> list[str]:
+    linears = (_block_of(path, modules) for path, module in modules.items() if _is_linear(module))
+    blocks = {
+        "layers_to_transform": ("the model's blocks", sorted({block_index(home) for home in linears if home})),
+        "layers_to_route": ("the adapted blocks", sorted({block_index(home) for home in homes.values() if home})),
+    }
     found = []
-    for name in ("layers_to_transform", "layers_to_route"):
+    for name, (what, present) in blocks.items():
         wanted = getattr(config, name)
         missing = [i for i in wanted or [] if i not in present]
         if missing and present:
-            adapted = "the adapted blocks" if name == "layers_to_route" else "the model's blocks"
-            found.append(f"{name}={wanted} names blocks {missing} that are not among {adapted}: {_span(present)}.")
+            found.append(f"{name}={wanted} names blocks {missing} that are not among {what}: {_span(present)}.")
     return found
 
 

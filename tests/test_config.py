@@ -1,0 +1,113 @@
+"""MonkeyJumpConfig: the paper's defaults, JSON, and one clear error for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftConfig
+
+import monkeyjump as mj
+from tests.helpers import TARGETS
+
+
+def test_the_defaults_are_the_papers() -> None:
+    config = mj.MonkeyJumpConfig()
+    paper = {
+        "adapter": "lora", "r": 2, "alpha": 5.0, "dropout": 0.05, "top_k": 2, "temperature": 1.0,
+        "similarity": "cosine", "renormalize": False, "jitter": 0.0, "granularity": "token",
+        "sequence_token": "prompt", "route_space": "raw", "center_init": "kmeans", "init_tokens": 50_000,
+        "ema_momentum": 0.5, "ema_interval": 2, "ema_stop": 5_000, "ema_assign": "topk", "ema_space": "normalized",
+    }  # fmt: skip
+    assert {name: getattr(config, name) for name in paper} == paper
+    assert config.peft_type == "MONKEYJUMP"
+    assert config.peft_type.value == "MONKEYJUMP"
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    config = mj.MonkeyJumpConfig(target_modules={"v_proj", "q_proj"}, layers_to_route=range(2), top_k=1)
+    json.dumps(config.to_dict())
+    config.save_pretrained(str(tmp_path))
+    again = PeftConfig.from_pretrained(str(tmp_path))
+    assert isinstance(again, mj.MonkeyJumpConfig)
+    assert again.to_dict() == config.to_dict()
+    assert again.target_modules == ["q_proj", "v_proj"]  # a set has no order: sorted, so that runs agree
+
+
+# field -> (bad values, words of the rule, words of the fix)
+BAD: dict[str, tuple[list[Any], str, str]] = {
+    "adapter": (["lorra", "", None], "not known", "choose one of lora, lora_fa, adalora, propulsion"),
+    "similarity": (["cos", "l2"], "not known", "choose one of cosine"),
+    "granularity": (["tokens", "prompt_lengths"], "not known", "choose one of token, sequence, task"),
+    "sequence_token": (["prompt_lengths", "first"], "not known", "choose one of prompt, last, mean, max"),
+    "route_space": (["centred"], "not known", "choose one of raw, centered"),
+    "center_init": (["k-means"], "not known", "choose one of kmeans"),
+    "ema_assign": (["all"], "not known", "choose one of topk, top1"),
+    "ema_space": (["unit"], "not known", "choose one of normalized, raw"),
+    "r": ([0, -1, 2.5, "2", True], "an integer >= 1", "use 1 or more"),
+    "top_k": ([0, -2, 1.0], "an integer >= 1", "layers_to_route=\\[\\]"),
+    "alpha": ([0, -1.0, float("nan"), float("inf")], "a number > 0", "the paper uses 5"),
+    "dropout": ([-0.1, 1.0, float("nan")], r"in \[0, 1\)", "0 switches dropout off"),
+    "temperature": ([0, -1.0, 0.0, float("nan"), "1"], "a number > 0", "the paper uses 1"),
+    "jitter": ([-0.1], "a number >= 0", "0 switches the noise off"),
+    "ema_momentum": ([1.0, -0.5, 1.5, float("nan")], r"in \[0, 1\)", "ema_stop=0"),
+    "ema_interval": ([0, -1], "an integer >= 1", "after every training forward"),
+    "ema_stop": ([-1, 0.5], "an integer >= 0", "never moves the centres"),
+    "init_tokens": ([0], "an integer >= 1", "50000"),
+    "degree": ([0, 1.5], "an integer >= 1", "15"),
+    "layers_to_route": ([[-1], ["a"]], "block numbers >= 0", "count blocks from 0"),
+    "layers_to_transform": ([[-2], -1], "block numbers >= 0", "count blocks from 0"),
+    "task_experts": ([[], [-1], ["q"]], "one expert position >= 0 per task id", "e.g."),
+    "orth_reg_weight": ([-1.0], "a number >= 0", "switches the orthogonality loss off"),
+    "beta1": ([1.0], r"in \[0, 1\)", "0.85"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, (values, _, _) in BAD.items() for v in values])
+def test_a_bad_value_names_field_value_rule_and_fix(field: str, value: Any) -> None:
+    _, rule, fix = BAD[field]
+    with pytest.raises(mj.ConfigError, match=rf"(?s){field}=.*{rule}.*{fix}") as caught:
+        mj.MonkeyJumpConfig(target_modules=["q_proj", "v_proj"], **{field: value})
+    assert len(caught.value.problems) == 1
+    shown = [value] if field.startswith("layers") and isinstance(value, int) else value
+    assert repr(shown) in str(caught.value)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(mj.ConfigError) as caught:
+        mj.MonkeyJumpConfig(
+            adapter="lorra", r=0, temperature=-1, ema_momentum=1.0, top_k=0, target_modules=["q_proj"],
+            shared_modules=["up_proj"],
+        )  # fmt: skip
+    assert len(caught.value.problems) == 6
+    assert "6 problems" in str(caught.value)
+    assert "Did you mean 'lora'?" in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_shared_modules_that_make_no_sense() -> None:
+    with pytest.raises(mj.ConfigError, match=r"'gate_prj'.*not among target_modules.*Did you mean 'gate_proj'"):
+        mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules=["gate_prj"])
+    with pytest.raises(mj.ConfigError, match=r"holds every target.*layers_to_route=\[\]"):
+        mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules=TARGETS)
+    with pytest.raises(mj.ConfigError, match=r"must be a list of names: write \['o_proj'\]"):
+        mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules="o_proj")
+    mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules=TARGETS, layers_to_route=[])
+
+
+def test_nothing_targeted() -> None:
+    with pytest.raises(mj.ConfigError, match=r"target_modules=\[\] names no module"):
+        mj.MonkeyJumpConfig(target_modules=[])
+
+
+def test_rank_allocation_needs_a_schedule() -> None:
+    with pytest.raises(mj.ConfigError, match="total_step=None must be given when target_r < r"):
+        mj.MonkeyJumpConfig(adapter="adalora", r=4, target_r=2)
+    with pytest.raises(mj.ConfigError, match=r"tinit \+ tfinal = 12 must be smaller than total_step=10"):
+        mj.MonkeyJumpConfig(adapter="adalora", r=4, target_r=2, total_step=10, tinit=6, tfinal=6)
+    with pytest.raises(mj.ConfigError, match="only applies to adapter='adalora'"):
+        mj.MonkeyJumpConfig(adapter="lora", r=4, target_r=2, total_step=10)
+    with pytest.raises(mj.ConfigError, match=r"target_r=5 must be in 1..r \(4\)"):
+        mj.MonkeyJumpConfig(adapter="adalora", r=4, target_r=5, total_step=10)
