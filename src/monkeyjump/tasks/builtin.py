@@ -86,7 +86,7 @@ def _rows(name: str, make: Maker) -> Callable[[str, int], Sequence[Row]]:
         rng = random.Random(f"{name}/{split}/{0 if split == 'test' else seed}")
         material = words.TEST if split == "test" else words.TRAIN
         rows: dict[str, dict[str, Any]] = {}
-        for _ in range(50 * SIZES[split]):
+        for _ in range(10 * SIZES[split]):
             row = make(rng, material)
             rows.setdefault(row["text"], row)
             if len(rows) == SIZES[split]:

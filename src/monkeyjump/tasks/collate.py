@@ -54,10 +54,10 @@ class PaddingCollator:
 class PackingCollator:
     """One row [1, N] of sequences end to end, without padding between them and without an attention mask.
 
-    `input_ids`, `labels`, `position_ids` (from 0 in each sequence), `seq_idx` (0..S-1, int32) are [1, N]. `task_ids` and
-    `prompt_lengths` are [S]: entry s belongs to the tokens with `seq_idx == s`. With `length` every row has that N; the
-    tail is pads with `seq_idx` -1, `labels` -100 and positions that start at 0 again, so attention keeps it apart. With
-    `max_sequences` the two per-sequence tensors have that fixed size, filled up with -1.
+    `input_ids`, `labels`, `position_ids` (from 0 in each sequence), `seq_idx` (0..S-1, int32) are [1, N]. `task_ids`
+    and `prompt_lengths` are [S]: entry s belongs to the tokens with `seq_idx == s`. With `length` every row has that N;
+    the tail is pads with `seq_idx` -1, `labels` -100 and positions that start at 0 again, so attention keeps it apart.
+    With `max_sequences` the two per-sequence tensors have that fixed size, filled up with -1.
     """
 
     pad_token_id: int

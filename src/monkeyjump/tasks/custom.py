@@ -106,7 +106,8 @@ def _problems(content: Any) -> list[str]:
 
 def _source(name: str, data: Mapping[str, Any]) -> Source:
     if "hub" in data:
-        splits = {split: data[split] for split in SPLITS if split in data} or {"train": "train", "test": "test"}
+        splits: dict[str, str] = {split: data[split] for split in SPLITS if split in data}
+        splits = splits or {"train": "train", "test": "test"}
         return HubSource(data["hub"], data.get("config"), data.get("revision", "main"), splits)
     files = {split: Path(path).expanduser() for split, path in data.items()}
     missing = [str(path) for path in files.values() if not path.is_file()]

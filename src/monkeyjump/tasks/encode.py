@@ -105,10 +105,10 @@ class Encoder:
     def encode_all(self, examples: Iterable[Example]) -> list[Encoded]:
         return list(self.stream(examples))
 
-    def stream(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+    def stream(self, examples: Iterable[Example], chunk_size: int = _CHUNK) -> Iterator[Encoded]:
         """Sequences in the order of the examples, dropped ones left out; holds at most a chunk in memory."""
         source = iter(examples)
-        while chunk := list(islice(source, _CHUNK)):
+        while chunk := list(islice(source, chunk_size)):
             prompts = self._ids([self.prompt_text(example) for example in chunk])
             answers = self._ids([example.target(self.answer_format) for example in chunk])
             for example, ids, answer in zip(chunk, prompts, answers, strict=True):
@@ -133,7 +133,8 @@ class Encoder:
             return ids
         bare = self._ids([self.prompt_text(example, context="")])[0]
         if len(bare) > room:
-            return self._drop(example, len(bare) + longest)
+            self._drop(example, len(bare) + longest)
+            return None
         self.counts.truncated[example.task] += 1
         pieces = self._spans(example.context)
         keep = len(pieces) - (len(ids) - room)

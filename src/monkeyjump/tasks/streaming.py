@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,7 +20,7 @@ class StreamingMixture(IterableDataset[Encoded]):
     """Draws a task by weight, then that task's next example, until `repeat` ends it: every task once, or for ever.
 
     Weights are per task (sizes are unknown, so there is no temperature); 1 for tasks not named. The order follows from
-    the seed and `set_epoch`. Loader workers take turns: worker i of n yields every n-th example of the one common order.
+    the seed and `set_epoch`. Loader workers take turns: worker i of n yields every n-th example of one common order.
     """
 
     def __init__(
@@ -54,9 +55,7 @@ class StreamingMixture(IterableDataset[Encoded]):
     def __iter__(self) -> Iterator[Encoded]:
         worker = get_worker_info()
         skip, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for number, example in enumerate(self._examples()):
-            if number % step == skip:
-                yield from self.encoder.stream([example])
+        yield from self.encoder.stream(islice(self._examples(), skip, None, step), chunk_size=64)
 
     def _examples(self) -> Iterator[Example]:
         rng = random.Random(f"{self.seed}/stream/{self.epoch}")

@@ -1,8 +1,8 @@
 """The 14 text tasks of the paper as rows: 6 of GLUE, 8 of commonsense reasoning and question answering.
 
 Test is the split with public labels: GLUE, BoolQ, PIQA, Social IQA, HellaSwag and WinoGrande have none on their
-official test split, so their validation split is our test (the paper's sample counts say the same); the validation split
-we tune on is carved from train. Columns and label values are the hub's.
+official test split, so their validation split is our test (the paper's sample counts say the same); the validation
+split we tune on is carved from train. Columns and label values are the hub's.
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monkeyjump import tasks
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.custom import simple_task
+
+TICKETS = """\
+name: tickets
+prompt: "Ticket: {text}\\nWhich team?"
+context: "{history}"
+options: [billing, shipping]
+answer: team
+data:
+  train: train.jsonl
+  test: test.jsonl
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [{"text": f"no. {n}", "history": "long ago", "team": ["billing", "shipping"][n % 2]} for n in range(200)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tickets.yaml").write_text(TICKETS)
+    return tmp_path
+
+
+def test_a_task_in_eight_lines_of_yaml(folder: Path) -> None:
+    task = tasks.get(str(folder / "tickets.yaml"))
+    example = tasks.load_examples(task, "test")[1]
+    assert example.prompt("letter").startswith("long ago\nTicket: no. 1\nWhich team?\nA. billing\nB. shipping\n")
+    assert (example.answer, example.letter, example.task) == ("shipping", "B", "tickets")
+    assert (task.metric, task.fields) == ("accuracy", ("text", "history", "team"))
+    assert len(tasks.load_examples(task, "train")) + len(tasks.load_examples(task, "validation")) == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "answer"),
+    [
+        (["no", "yes"], "yes", "yes"),
+        (["no", "yes"], 1, "yes"),
+        (["no", "yes"], True, "yes"),
+        (["no", "yes"], "B", "yes"),
+        (["1", "2"], 1, "1"),  # a text before an index
+        ({0: "no", 2: "yes"}, 2, "yes"),
+        (["{x}!", "{y}!"], 1, "Y!"),
+        ("choices", "q", "q"),
+        (None, 7, "7"),
+    ],
+)
+def test_ways_to_give_options_and_answers(folder: Path, options: Any, value: Any, answer: str) -> None:
+    data = {"test": folder / "test.jsonl"}
+    task = simple_task("mine", prompt="{x}?", answer="gold", options=options, data=data)
+    assert task.example({"x": "X", "y": "Y", "choices": ["p", "q"], "gold": value}).answer == answer
+
+
+def test_answers_outside_the_options(folder: Path) -> None:
+    task = tasks.get(str(folder / "tickets.yaml"))
+    with pytest.raises(
+        ConfigError, match=r"'tickets', row 4: answer 'legal' is neither one of the options \(billing, ship"
+    ):
+        task.example({"text": "", "history": "", "team": "legal"}, 4)
+    with pytest.raises(ConfigError, match=r"no column 'history'"):
+        task.example({"text": "", "team": "billing"})
+
+
+def test_every_problem_of_a_file_at_once(folder: Path) -> None:
+    (folder / "bad.yaml").write_text("promt: x\noptions: [a]\nmetric: acuracy\ndata: {dev: x}\n")
+    with pytest.raises(ConfigError) as error:
+        tasks.get(str(folder / "bad.yaml"))
+    text = str(error.value)
+    for part in (
+        "unknown key 'promt'. Did you mean 'prompt'?",
+        "'name' is missing",
+        "Did you mean 'accuracy'",
+        "data must",
+    ):
+        assert part in text
+    with pytest.raises(ConfigError, match=r"cannot be read"):
+        tasks.get(str(folder / "nowhere.yaml"))
+    (folder / "gone.yaml").write_text(TICKETS.replace("train.jsonl", "gone.jsonl"))
+    with pytest.raises(ConfigError, match=r"no such data file: .*gone.jsonl"):
+        tasks.get(str(folder / "gone.yaml"))
+
+
+def test_a_registered_name_must_be_free() -> None:
+    with pytest.raises(ConfigError, match=r"'sst2' is taken"):
+        tasks.register(tasks.get("sst2"))

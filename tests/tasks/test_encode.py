@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.encode import IGNORE, Encoder
+from monkeyjump.tasks.task import AnswerFormat, Example
+
+SHORT = Example(question="Hot?", options=("ice", "fire"), label=1, context="Fire burns.", task="t")
+LONG = Example(question="Hot?", options=("ice", "fire"), label=1, context="abcdefghij" * 50, task="t")
+
+
+@pytest.mark.parametrize(("answer_format", "said"), [("letter", "B"), ("text", "fire")])
+def test_loss_is_on_the_answer_and_eos_only(tokenizer: Any, answer_format: AnswerFormat, said: str) -> None:
+    encoder = Encoder(tokenizer, {"t": 3}, answer_format=answer_format)
+    encoded = encoder.encode(SHORT)
+    assert encoded is not None
+    learned = [label for label in encoded.labels if label != IGNORE]
+    assert tokenizer.decode(learned) == said + "</s>"
+    assert encoded.labels[encoded.prompt_length :] == encoded.input_ids[encoded.prompt_length :]
+    assert len(encoded.labels) == len(encoded.input_ids) == len(encoded)
+    assert encoded.task_id == 3
+
+
+def test_the_chat_template_is_applied_once(tokenizer: Any) -> None:
+    encoded = Encoder(tokenizer).encode(SHORT)
+    assert encoded is not None
+    text = tokenizer.decode(encoded.input_ids)
+    assert text == "<s>user:Fire burns.\nHot?\nA. ice\nB. fire\nAnswer with the letter.</s><s>assistant:B</s>"
+
+
+def test_training_and_evaluation_see_the_same_prompt_and_answers(tokenizer: Any) -> None:
+    for example in (SHORT, LONG):
+        encoder = Encoder(tokenizer, answer_format="text", max_length=200)
+        encoded, prompt = encoder.encode(example), encoder.prompt_ids(example)
+        assert encoded is not None
+        assert prompt is not None
+        assert encoded.input_ids == prompt + encoder.option_ids(example)[example.label]
+
+
+@pytest.mark.parametrize("cut", ["end", "start"])
+def test_only_the_context_is_cut(tokenizer: Any, cut: Any) -> None:
+    example = Example(
+        question=LONG.question, options=LONG.options, label=1, context="HEAD" + LONG.context + "TAIL", cut=cut
+    )
+    encoder = Encoder(tokenizer, answer_format="text", max_length=150)
+    encoded = encoder.encode(example)
+    assert encoded is not None
+    assert 140 < len(encoded) <= 150  # no more is given up than must be
+    text = tokenizer.decode(encoded.input_ids)
+    assert "\nHot?\nA. ice\nB. fire\nAnswer with the option's text.</s><s>assistant:fire</s>" in text
+    assert ("HEAD" in text, "TAIL" in text) == ((True, False) if cut == "end" else (False, True))
+
+
+def test_what_was_cut_and_dropped_is_counted(tokenizer: Any) -> None:
+    encoder = Encoder(tokenizer, max_length=120)
+    hopeless = Example(question="why? " * 40, options=("a", "b"), label=0, context="c", task="u")
+    kept = encoder.encode_all([SHORT, LONG, hopeless, LONG])
+    assert len(kept) == 3
+    assert dict(encoder.counts.truncated) == {"t": 2}
+    assert dict(encoder.counts.dropped) == {"u": 1}
+    assert dict(encoder.counts.encoded) == {"t": 3}
+    with pytest.raises(ConfigError, match=r"task 'u': question, options and answer need .* max_length=120"):
+        Encoder(tokenizer, max_length=120, too_long="raise").encode(hopeless)
+
+
+def test_cuts_do_not_break_characters(tokenizer: Any) -> None:
+    example = Example(question="Q", options=("a", "b"), label=0, context="é" * 200)  # two tokens each here
+    encoded = Encoder(tokenizer, max_length=121).encode(example)
+    assert encoded is not None
+    assert "\ufffd" not in tokenizer.decode(encoded.input_ids)
+
+
+def test_free_answers(tokenizer: Any) -> None:
+    encoded = Encoder(tokenizer).encode(Example(question="Name?", free_answer="Mia"))
+    assert encoded is not None
+    assert tokenizer.decode(encoded.input_ids) == "<s>user:Name?</s><s>assistant:Mia</s>"
+
+
+def test_every_bad_argument_at_once(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        Encoder(tokenizer, answer_format="word", max_length=2)  # type: ignore[arg-type]
+    assert len(error.value.problems) == 2

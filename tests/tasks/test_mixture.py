@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from monkeyjump import tasks
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.batches import BatchSampler, pack
+from monkeyjump.tasks.encode import Encoded, Encoder
+from monkeyjump.tasks.mixture import Mixture, draw, quotas
+from monkeyjump.tasks.streaming import StreamingMixture
+
+
+def group(task_id: int, count: int) -> list[Encoded]:
+    return [Encoded(list(range(3 + (7 * index) % 11)), 2, task_id) for index in range(count)]
+
+
+GROUPS = {"small": group(0, 10), "large": group(1, 90)}
+
+
+def test_plain_epoch_visits_everything_once() -> None:
+    mixture = Mixture(GROUPS, seed=1)
+    assert sorted(mixture.order(0)) == sorted(mixture.order(1)) == list(range(100))
+    assert mixture.order(0) != mixture.order(1)
+    assert mixture.order(3) == Mixture(GROUPS, seed=1).order(3) != Mixture(GROUPS, seed=2).order(3)
+
+
+def test_shares() -> None:
+    def visits(**options: Any) -> Counter[int]:
+        mixture = Mixture(GROUPS, **options)
+        return Counter(mixture[index].task_id for index in mixture.order(0))
+
+    assert visits() == {0: 10, 1: 90}
+    assert visits(temperature=1e6) == {0: 50, 1: 50}
+    assert visits(temperature=2.0) == {0: 25, 1: 75}  # sqrt(10) : sqrt(90) = 1 : 3
+    assert visits(weights={"small": 9.0}) == {0: 50, 1: 50}
+    assert visits(epoch_size=20) == {0: 2, 1: 18}
+    assert quotas(10, [1 / 3, 1 / 3, 1 / 3]) == [4, 3, 3]
+
+
+def test_no_example_comes_twice_before_all_came_once() -> None:
+    mixture = Mixture(GROUPS, epoch_size=20)  # 18 of the large task's 90 each epoch
+    seen = [index for epoch in range(5) for index in mixture.order(epoch)]
+    assert sorted(seen) == list(range(100))
+
+
+def test_caps_are_nested_and_seeded() -> None:
+    assert set(draw(100, 10, "k")) < set(draw(100, 20, "k"))
+    assert draw(100, 10, "k") != draw(100, 10, "l")
+    assert draw(5, 10, "k") == [0, 1, 2, 3, 4]
+
+
+def test_load_caps_and_numbers_tasks(tokenizer: Any) -> None:
+    encoder = Encoder(tokenizer, max_length=400)
+    mixture = Mixture.load(tasks.expand("builtin"), encoder, caps={"opinion": 20, "shelf": 30, "lineup": 5})
+    assert mixture.sizes[0] == 20
+    assert mixture.task_ids == {"opinion": 0, "agreement": 1, "shelf": 2, "quantifier": 3, "lineup": 4}
+    assert Counter(item.task_id for item in mixture)[2] == 30
+    again = Mixture.load(tasks.expand("builtin"), Encoder(tokenizer, max_length=400), caps=5)
+    assert again.sizes == [5] * 5
+
+
+def test_bad_mixtures(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        Mixture({**GROUPS, "none": []}, weights={"small": -1.0}, temperature=0.0)
+    assert len(error.value.problems) == 3
+    with pytest.raises(ConfigError, match=r"'smal' is not a task of this mixture. Did you mean 'small'"):
+        Mixture(GROUPS, weights={"smal": 1.0})
+    with pytest.raises(ConfigError, match=r"caps\['shelf'\]=0 must be at least 1"):
+        Mixture.load(tasks.expand("shelf"), Encoder(tokenizer), caps=0)
+
+
+def test_bucketing_saves_padding_and_loses_nothing() -> None:
+    mixture = Mixture(GROUPS)
+    sampler = BatchSampler.bucketed(mixture.order, mixture.lengths, 8)
+    batches = list(sampler)
+    assert sorted(index for batch in batches for index in batch) == list(range(100))
+    assert len(batches) == len(sampler) == 13
+
+    def padding(groups: list[list[int]]) -> int:
+        return sum(
+            max(mixture.lengths[i] for i in part) * len(part) - sum(mixture.lengths[i] for i in part) for part in groups
+        )
+
+    order = mixture.order(0)
+    assert padding(batches) < 0.3 * padding([order[start : start + 8] for start in range(0, 100, 8)])
+    sampler.set_epoch(1)
+    assert list(sampler) != batches
+    assert all(len(batch) == 8 for batch in BatchSampler.bucketed(mixture.order, mixture.lengths, 8, drop_last=True))
+
+
+def test_packing_fits_and_loses_nothing() -> None:
+    mixture = Mixture(GROUPS)
+    rows = list(BatchSampler.packed(mixture.order, mixture.lengths, 32))
+    assert sorted(index for row in rows for index in row) == list(range(100))
+    filled = [sum(mixture.lengths[index] for index in row) for row in rows]
+    assert max(filled) <= 32
+    assert sum(filled) / (32 * len(rows)) > 0.9
+    with pytest.raises(ConfigError, match=r"pack_length=5 is below the longest sequence, 13 tokens"):
+        pack(range(100), mixture.lengths, 5)
+
+
+def test_streaming_is_the_same_data_in_a_seeded_order(tokenizer: Any) -> None:
+    def run(**options: Any) -> list[list[int]]:
+        stream = StreamingMixture(tasks.expand("shelf,opinion"), Encoder(tokenizer), buffer_size=50, **options)
+        return [item.input_ids for item in stream]
+
+    whole = Mixture.load(tasks.expand("shelf,opinion"), Encoder(tokenizer))
+    assert sorted(run()) == sorted(item.input_ids for item in whole)
+    assert run(seed=0) == run(seed=0)
+    with pytest.raises(ConfigError, match=r"buffer_size=0"):
+        StreamingMixture(tasks.expand("shelf"), Encoder(tokenizer), buffer_size=0)
+
+
+def test_streaming_weights_and_repeat(tokenizer: Any) -> None:
+    stream = StreamingMixture(
+        tasks.expand("shelf,opinion"), Encoder(tokenizer), weights={"opinion": 3.0}, repeat=True, buffer_size=10
+    )
+    drawn = Counter(item.task_id for item, _ in zip(stream, range(4000), strict=False))
+    assert 0.7 < drawn[1] / 4000 < 0.8
+    assert drawn[0] > 400  # more than the task has: it came round again
+
+
+def test_streaming_workers_share_the_work(tokenizer: Any) -> None:
+    stream = StreamingMixture(tasks.expand("shelf"), Encoder(tokenizer), buffer_size=20)
+    alone = [item.input_ids for item in stream]
+    together = [item.input_ids for item in DataLoader(stream, batch_size=None, num_workers=2)]
+    assert sorted(together) == sorted(alone)
