@@ -18,7 +18,7 @@ from monkeyjump.routing.kmeans import KMeansResult, spherical_kmeans
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: on busy cores the threads of each wait for one another, 20 times slower."""
+    """Thousands of tiny operations: on busy cores the threads of each wait for one another, 10 to 20 times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with threadpool_limits(1):
