@@ -43,18 +43,23 @@ class MonkeyJumpCallback(TrainerCallback):
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress
                 )
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        # after the step, before the gradients are cleared: the momentum of the optimiser would undo an earlier zero
         allocate_ranks(_unwrapped(model), step=state.global_step + 1)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        if logs is None or model is None:
+        if logs is None or model is None or "loss" not in logs:
             return
         model = _unwrapped(model)
         for name in _centroid_adapters(model):
             loads = list(staged_load(model, name).values())
             if loads and any(sum(load.share) for load in loads):
-                logs["router/load_entropy"] = round(sum(load.entropy for load in loads) / len(loads), 4)
-                logs["router/dead_experts"] = sum(len(load.dead) for load in loads)
+                shown = {
+                    "router/load_entropy": round(sum(load.entropy for load in loads) / len(loads), 4),
+                    "router/dead_experts": sum(len(load.dead) for load in loads),
+                }
+                logs.update(shown)
+                state.log_history[-1].update(shown)  # the Trainer has copied `logs` there before it calls us
 
 
 def sampling_loader(loader: Any, seed: int) -> Any:

@@ -26,7 +26,7 @@ def rank_budget(step: int, adapters: int, config: MonkeyJumpConfig) -> int:
 
 @torch.no_grad()
 def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
-    """Call once per optimiser step, after backward and before the gradients are cleared (the callback does).
+    """Call once per optimiser step, after `optimizer.step()` and before the gradients are cleared (the callback does).
 
     Zeroed entries keep their place and may grow back. Returns the budget applied, or None where no active adapter has
     `target_r < r`. `step` counts optimiser steps from 1; by default the adapters count their own.
