@@ -1,0 +1,221 @@
+"""The report as one HTML page: no scripts, no external files, light and dark."""
+
+from __future__ import annotations
+
+import json
+import math
+from html import escape
+from typing import TYPE_CHECKING
+
+from monkeyjump.evaluation.metrics import Interval
+
+if TYPE_CHECKING:
+    from monkeyjump.evaluation.report import EvaluationReport, ReportRow
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b2330; --soft: #5d6878; --line: #e3e7ed;
+  --track: #eef1f5; --base: #9aa5b4; --adapter: #2f6fde; --up: #14764a; --down: #b3372f; --whisker: #1b2330; }
+@media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1a2029; --ink: #e6eaf0; --soft: #98a3b3;
+  --line: #2b333f; --track: #242c37; --base: #6f7b8c; --adapter: #6ea0ff; --up: #5bc78f; --down: #f08a80;
+  --whisker: #e6eaf0; } }
+* { box-sizing: border-box; }
+body { margin: 0; padding: 2rem 1.25rem 3rem; background: var(--page); color: var(--ink);
+  font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 62rem; margin: 0 auto; }
+h1 { font-size: 1.45rem; margin: 0 0 .25rem; letter-spacing: -.01em; }
+.about { color: var(--soft); margin: 0 0 1.25rem; overflow-wrap: anywhere; }
+.cards { display: flex; flex-wrap: wrap; gap: .75rem; margin-bottom: 1.25rem; }
+.card, .panel { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.card { padding: .8rem 1.1rem; min-width: 10rem; flex: 1; }
+.card b { display: block; font-size: 1.7rem; font-weight: 650; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.card span { color: var(--soft); font-size: .85rem; }
+.panel { overflow-x: auto; padding: .35rem .2rem; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: .42rem .75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th { color: var(--soft); font-weight: 550; font-size: .82rem; }
+tr:last-child td { border-bottom: 0; }
+.l { text-align: left; }
+.plot { width: 34%; min-width: 13rem; }
+.range { display: block; color: var(--soft); font-size: .78rem; font-weight: 400; }
+tr.mean td { font-weight: 650; background: color-mix(in srgb, var(--track) 55%, transparent); }
+tr.family td { background: none; color: var(--soft); font-size: .8rem; font-weight: 600; letter-spacing: .05em;
+  text-transform: uppercase; padding: 1rem .75rem .3rem; text-align: left; }
+.up { color: var(--up); } .down { color: var(--down); }
+svg { display: block; width: 100%; height: 26px; }
+.legend { display: flex; flex-wrap: wrap; gap: 1.1rem; color: var(--soft); font-size: .85rem; margin: .9rem .2rem 0; }
+.legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem;
+  vertical-align: -1px; }
+.notes { color: var(--soft); font-size: .85rem; margin: .8rem .2rem 0; }
+.notes p { margin: .25rem 0; }
+@media print { body { background: none; padding: 0; } }
+"""
+
+
+_READING = (
+    "Scores are times 100. Every task counts the same in a mean. Intervals are 95 %: Wilson's for shares, bootstrap "
+    "for correlations, means and differences."
+)
+_WAYS = {
+    "letter": "likelihood of the letter",
+    "text": "likelihood of the answer text",
+    "generate": "greedy generation",
+}
+
+
+def page(report: EvaluationReport) -> str:
+    """The whole document. The exact numbers are in it too, as JSON."""
+    # "<" is the only character that could end the block early
+    data = json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    notes = "".join(f"<p>{escape(note)}</p>" for note in [_READING, *report.notes()])
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Evaluation: {escape(report.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f'<h1>Evaluation</h1>\n<p class="about">{escape(_about(report))}</p>\n{_cards(report)}\n'
+        f'<div class="panel">\n{_table(report)}\n</div>\n{_legend(report)}\n<div class="notes">{notes}</div>\n</main>\n'
+        f'<script type="application/json" id="evaluation">{data}</script>\n</body>\n</html>\n'
+    )
+
+
+def _about(report: EvaluationReport) -> str:
+    settings = report.settings
+    parts = [str(settings.get("model") or "model"), f"{settings.get('split', 'test')} split"]
+    if settings.get("mode"):
+        parts.append(_WAYS.get(settings["mode"], str(settings["mode"])))
+    if settings.get("limit"):
+        parts.append(f"at most {settings['limit']} examples a task")
+    parts.append(f"{len(report.rows)} task{'s' if len(report.rows) != 1 else ''}")
+    return " · ".join(parts)
+
+
+def _cards(report: EvaluationReport) -> str:
+    overall, cards = report.overall, []
+    for label, value, interval in (
+        ("base, mean of tasks", overall.base, overall.base_interval),
+        ("adapter, mean of tasks", overall.adapter, overall.adapter_interval),
+    ):
+        if value is not None:
+            cards.append(_card(_number(value), f"{label}, {_range(interval)}"))
+    if overall.difference is not None:
+        text = f"difference, {_range(overall.difference_interval, signed=True)}"
+        cards.append(_card(_number(overall.difference, signed=True), text, _tone(overall)))
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _card(value: str, label: str, tone: str = "") -> str:
+    return f'<div class="card"><b class="{tone}">{value}</b><span>{escape(label)}</span></div>'
+
+
+def _table(report: EvaluationReport) -> str:
+    compared = report.overall.difference is not None
+    columns = ["n", "base", "adapter", "difference"] if compared else ["n", "score"]
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    low, high = _scale(report)
+    lines = [
+        f'<tr><th class="l">task</th><th class="l">metric</th>{head}<th class="l plot">{_axis(low, high)}</th></tr>'
+    ]
+    several = len(report.families) > 1
+    family = None
+    for row in report.ordered():
+        if several and row.kind == "task" and row.family != family:
+            family = row.family
+            lines.append(f'<tr class="family"><td colspan="{len(columns) + 3}">{escape(family)}</td></tr>')
+        lines.append(_line(row, compared, low, high))
+    return f"<table>\n<thead>{lines[0]}</thead>\n<tbody>\n" + "\n".join(lines[1:]) + "\n</tbody>\n</table>"
+
+
+def _line(row: ReportRow, compared: bool, low: float, high: float) -> str:
+    count = str(row.n) if row.kind == "task" else f"{row.n} tasks"
+    metric = escape(row.metric.replace("_", " "))
+    cells = [f'<td class="l">{escape(row.task)}</td><td class="l">{metric}</td><td>{count}</td>']
+    if compared:
+        cells.append(_cell(row.base, row.base_interval))
+    cells.append(_cell(row.score, row.interval))
+    if compared:
+        cells.append(_cell(row.difference, row.difference_interval, signed=True, tone=_tone(row)))
+    cells.append(f'<td class="l plot">{_bars(row, low, high)}</td>')
+    return f'<tr class="{"" if row.kind == "task" else "mean"}">{"".join(cells)}</tr>'
+
+
+def _cell(value: float | None, interval: Interval | None, signed: bool = False, tone: str = "") -> str:
+    return f'<td class="{tone}">{_number(value, signed)}<span class="range">{_range(interval, signed)}</span></td>'
+
+
+def _tone(row: ReportRow) -> str:
+    """Colour only where the interval excludes zero."""
+    interval = row.difference_interval
+    if interval is None or math.isnan(interval.low) or interval.low <= 0 <= interval.high:
+        return ""
+    return "up" if interval.low > 0 else "down"
+
+
+def _number(value: float | None, signed: bool = False) -> str:
+    from monkeyjump.evaluation.report import percent
+
+    return percent(value, signed).replace("-", "\u2212") if value is not None and not math.isnan(value) else "\u2013"
+
+
+def _range(interval: Interval | None, signed: bool = False) -> str:
+    if interval is None or math.isnan(interval.low):
+        return "no interval"
+    return f"{_number(interval.low, signed)} to {_number(interval.high, signed)}"
+
+
+# -- bars ---------------------------------------------------------------------------------------
+
+
+def _scale(report: EvaluationReport) -> tuple[float, float]:
+    """0 to 1, further left where a correlation is below zero."""
+    values = [0.0]
+    for row in report.ordered():
+        for interval in (row.base_interval, row.adapter_interval):
+            if interval is not None and not math.isnan(interval.low):
+                values.append(interval.low)
+    return math.floor(min(values) * 5) / 5, 1.0
+
+
+def _place(value: float, low: float, high: float) -> str:
+    return f"{100 * (min(max(value, low), high) - low) / (high - low):.2f}"
+
+
+def _axis(low: float, high: float) -> str:
+    ticks = [tick for tick in (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0) if low <= tick <= high]
+    anchors = {low: "start", high: "end"}
+    texts = "".join(
+        f'<text x="{_place(t, low, high)}%" y="12" text-anchor="{anchors.get(t, "middle")}" font-size="11" '
+        f'fill="var(--soft)">{_number(t).removesuffix(".0")}</text>'
+        for t in ticks
+    )
+    return f'<svg role="presentation" style="height:16px">{texts}</svg>'
+
+
+def _bars(row: ReportRow, low: float, high: float) -> str:
+    sides = [
+        (name, value, interval)
+        for name, value, interval in (
+            ("base", row.base, row.base_interval),
+            ("adapter", row.adapter, row.adapter_interval),
+        )
+        if value is not None and not math.isnan(value)
+    ]
+    height, top = (9, 2) if len(sides) > 1 else (12, 7)
+    parts = ['<rect x="0" y="0" width="100%" height="26" rx="4" fill="var(--track)"/>']
+    for number, (name, value, interval) in enumerate(sides):
+        y = top + number * (height + 4)
+        left, right = sorted((float(_place(0.0, low, high)), float(_place(value, low, high))))
+        parts.append(
+            f'<rect x="{left:.2f}%" y="{y}" width="{right - left:.2f}%" height="{height}" rx="2" fill="var(--{name})"/>'
+        )
+        if interval is not None and not math.isnan(interval.low):
+            a, b, middle = _place(interval.low, low, high), _place(interval.high, low, high), y + height / 2
+            for x1, x2, half in ((a, b, 0), (a, a, 3), (b, b, 3)):  # the line and its two ends
+                ys = f'y1="{middle - half}" y2="{middle + half}"'
+                parts.append(f'<line x1="{x1}%" x2="{x2}%" {ys} stroke="var(--whisker)"/>')
+    label = ", ".join(f"{name} {_number(value)} ({_range(interval)})" for name, value, interval in sides)
+    return f'<svg role="img" aria-label="{escape(label)}"><title>{escape(label)}</title>{"".join(parts)}</svg>'
+
+
+def _legend(report: EvaluationReport) -> str:
+    shown = [name for name in ("base", "adapter") if getattr(report.overall, name) is not None]
+    items = "".join(f'<span><i style="background:var(--{name})"></i>{name}</span>' for name in shown)
+    return f'<div class="legend">{items}<span>thin line: 95 % interval</span></div>'

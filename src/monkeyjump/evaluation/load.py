@@ -1,0 +1,109 @@
+"""From an adapter folder to a model that can be evaluated: the adapter on the base model it was made for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.models import load_model, load_tokenizer, resolve
+
+TASK_IDS = "monkeyjump_task_ids"  # attribute of a loaded model: the ids its tasks were trained with
+RECIPE_FILE = "recipe.json"  # beside the adapter, if the library trained it
+
+
+def load_adapter(path: str | Path, base: str | None = None, dtype: Any = None, device: Any = None) -> tuple[Any, Any]:
+    """The model with its adapter, in eval mode, and its tokenizer.
+
+    The base model is `base`, or the one the training recipe names, or the one in `adapter_config.json`. The ids of the
+    tasks it was trained on stay with the model, for adapters that route by task.
+    """
+    from peft import PeftModel
+
+    folder = Path(path).expanduser()
+    config = _adapter_config(folder)
+    recipe = _json_file(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else {}
+    name = _base_name(folder, [base] if base else [recipe.get("model"), config.get("base_model_name_or_path")])
+    model, tokenizer = load_model(name, dtype=dtype, device=device)
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = _own_tokenizer(folder, tokenizer)
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise _problem(
+            f"{str(folder)!r} does not load onto base model {name!r}: {reason}. Save it again, or name its base model."
+        ) from error
+    if recipe.get("tasks"):
+        setattr(adapted, TASK_IDS, _trained_ids(recipe["tasks"]))
+    return adapted.eval(), tokenizer
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    if not folder.exists():
+        raise _problem(f"{str(folder)!r} does not exist. Check the path.")
+    if not folder.is_dir():
+        raise _problem(f"{str(folder)!r} is a file. Pass the folder that holds adapter_config.json.")
+    if not (folder / "adapter_config.json").is_file():
+        inside = next((child for child in sorted(folder.glob("*/adapter_config.json"))), None)
+        hint = f" Did you mean {str(inside.parent)!r}?" if inside else ""
+        kind = "holds a whole model, not an adapter" if (folder / "config.json").is_file() else "holds no adapter"
+        raise _problem(f"{str(folder)!r} {kind} (no adapter_config.json).{hint}")
+    weights = [folder / "adapter_model.safetensors", folder / "adapter_model.bin"]
+    if not any(file.is_file() for file in weights):
+        raise _problem(
+            f"{str(folder)!r} has a configuration but no weights (adapter_model.safetensors). Save it again."
+        )
+    return _json_file(folder / "adapter_config.json")
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _problem(f"{str(path)!r} cannot be read ({error}): it is damaged. Save the adapter again.") from error
+    if not isinstance(content, dict):
+        raise _problem(f"{str(path)!r} is not a JSON object: it is damaged. Save the adapter again.")
+    return content
+
+
+def _base_name(folder: Path, names: list[str | None]) -> str:
+    """The first of these names that can be found."""
+    reasons = []
+    for name in dict.fromkeys(name for name in names if name):
+        try:
+            resolve(name)
+            return name
+        except ConfigError as error:
+            reasons += error.problems
+    if not reasons:
+        raise _problem(f"{str(folder)!r} does not say which base model it was made for. Pass base=NAME.")
+    raise ConfigError(
+        [*reasons, "Pass the base model yourself with base=NAME."],
+        title=f"the base model of {str(folder)!r} is missing",
+    )
+
+
+def _own_tokenizer(folder: Path, fallback: Any) -> Any:
+    """The tokenizer saved beside the adapter; its template is the one the adapter was trained with."""
+    from monkeyjump.models.resolve import ResolvedModel
+
+    saved = load_tokenizer(ResolvedModel(folder.name, "folder", str(folder), local_files_only=True))
+    return saved if len(saved) == len(fallback) else fallback
+
+
+def _trained_ids(names: list[str]) -> dict[str, int]:
+    """Positions of the tasks in training, which is what `task_ids` were there; none if a task is no longer known."""
+    from monkeyjump.tasks import expand
+
+    try:
+        return {task.name: index for index, task in enumerate(expand(names))}
+    except ConfigError:
+        return {}
+
+
+def _problem(message: str) -> ConfigError:
+    return ConfigError(message, title="adapter not readable")

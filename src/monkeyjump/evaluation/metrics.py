@@ -1,0 +1,183 @@
+"""Numbers from predictions: the metrics, how sure they are, and differences between paired results.
+
+Everything is deterministic: resampling is drawn from the given seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+RESAMPLES = 1000
+_Z95 = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95 % confidence interval, unless another level was asked for."""
+
+    low: float
+    high: float
+
+
+def accuracy(predicted: Sequence[int], gold: Sequence[int]) -> float:
+    """The share of equal entries; NaN for none."""
+    return mean([float(p == g) for p, g in zip(predicted, gold, strict=True)])
+
+
+def exact_match(predicted: Sequence[str], gold: Sequence[str]) -> float:
+    """The share of equal texts after normalisation."""
+    from monkeyjump.evaluation.answers import normalize
+
+    return mean([float(normalize(p) == normalize(g)) for p, g in zip(predicted, gold, strict=True)])
+
+
+def mean(values: Sequence[float]) -> float:
+    return float(np.mean(np.asarray(values, dtype=np.float64))) if len(values) else math.nan
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's rank correlation, equal values sharing their mean rank; NaN where one side is constant."""
+    if len(x) != len(y):
+        raise ValueError(f"spearman needs two lists of one length, not {len(x)} and {len(y)}.")
+    if len(x) < 2:
+        return math.nan
+    return _correlation(_ranks(*_codes(x)), _ranks(*_codes(y)))
+
+
+def wilson(successes: float, n: int, z: float = _Z95) -> Interval:
+    """Wilson's score interval of a proportion: inside [0, 1] and sensible at 0, 1 and small n."""
+    if n <= 0:
+        return Interval(math.nan, math.nan)
+    p = successes / n
+    denominator = 1 + z * z / n
+    center = (p + z * z / (2 * n)) / denominator
+    half = z / denominator * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    # At p = 0 and p = 1 the bound is the edge itself; rounding must not push it past the estimate.
+    return Interval(min(p, max(0.0, center - half)), max(p, min(1.0, center + half)))
+
+
+def bootstrap(n: int, statistic: Callable[[npt.NDArray[np.int64]], float], seed: int) -> Floats:
+    """The statistic of `RESAMPLES` draws of n indices with replacement: [RESAMPLES]."""
+    rng = np.random.default_rng(seed)
+    return np.array([statistic(rng.integers(0, n, n)) for _ in range(RESAMPLES)], dtype=np.float64)
+
+
+def resampled_mean(values: Sequence[float], seed: int = 0) -> Floats:
+    """Bootstrap replicates of a mean."""
+    array = np.asarray(values, dtype=np.float64)
+    return bootstrap(len(array), lambda index: float(array[index].mean()), seed)
+
+
+def resampled_spearman(x: Sequence[float], y: Sequence[float], seed: int = 0) -> Floats:
+    """Bootstrap replicates of Spearman's correlation; NaN where a draw is constant."""
+    # Which values are equal does not change with the draw: ranks come from counting, not from sorting each time.
+    (codes_x, nx), (codes_y, ny) = _codes(x), _codes(y)
+    return bootstrap(len(x), lambda index: _correlation(_ranks(codes_x[index], nx), _ranks(codes_y[index], ny)), seed)
+
+
+def percentile_interval(replicates: Floats, level: float = 0.95) -> Interval:
+    """The middle `level` of bootstrap replicates; NaN replicates are left out."""
+    good = replicates[~np.isnan(replicates)]
+    if good.size == 0:
+        return Interval(math.nan, math.nan)
+    low, high = np.quantile(good, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(low), float(high))
+
+
+def spearman_interval(x: Sequence[float], y: Sequence[float], seed: int = 0) -> Interval:
+    """Bootstrap interval of Spearman's correlation."""
+    return percentile_interval(resampled_spearman(x, y, seed)) if len(x) > 1 else Interval(math.nan, math.nan)
+
+
+def mean_interval(tasks: Sequence[Sequence[float]], seed: int = 0) -> Interval:
+    """Bootstrap interval of a mean of task means.
+
+    The tasks are given, their examples are a sample: examples are redrawn within each task, tasks are not.
+    """
+    return percentile_interval(np.mean([resampled_mean(values, seed + i) for i, values in enumerate(tasks)], axis=0))
+
+
+@dataclass(frozen=True, slots=True)
+class PairedDifference:
+    """Mean of a - b over pairs, its standard error, Student's interval and two-sided p-value (NaN below two pairs)."""
+
+    mean: float
+    standard_error: float
+    interval: Interval
+    p_value: float
+    n: int
+
+
+def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> PairedDifference:
+    """Compare two results pair by pair: the same seeds, or the same examples."""
+    if len(a) != len(b):
+        raise ValueError(f"paired_difference needs two lists of one length, not {len(a)} and {len(b)}.")
+    differences = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
+    n = len(differences)
+    center = mean(list(differences))
+    if n < 2:
+        return PairedDifference(center, math.nan, Interval(math.nan, math.nan), math.nan, n)
+    error = float(differences.std(ddof=1) / math.sqrt(n))
+    half = student_quantile((1 + level) / 2, n - 1) * error
+    p_value = 2 * (1 - student_cdf(abs(center) / error, n - 1)) if error > 0 else float(center == 0)
+    return PairedDifference(center, error, Interval(center - half, center + half), p_value, n)
+
+
+def student_cdf(t: float, freedom: int) -> float:
+    """Student's distribution for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    if freedom > 1000:  # the normal is within 2e-4 there, and the series gets long
+        return NormalDist().cdf(t)
+    theta = math.atan(abs(t) / math.sqrt(freedom))
+    cosine = math.cos(theta)
+    if freedom % 2:
+        term, total = cosine, cosine if freedom > 1 else 0.0
+        for k in range(3, freedom - 1, 2):
+            term *= cosine * cosine * (k - 1) / k
+            total += term
+        inside = 2 / math.pi * (theta + math.sin(theta) * total)
+    else:
+        term, total = 1.0, 1.0
+        for k in range(2, freedom - 1, 2):
+            term *= cosine * cosine * (k - 1) / k
+            total += term
+        inside = math.sin(theta) * total
+    return 0.5 + math.copysign(inside / 2, t)
+
+
+def student_quantile(p: float, freedom: int) -> float:
+    """The t below which Student's distribution has mass p, by bisection."""
+    low, high = -1.0, 1.0
+    while student_cdf(low, freedom) > p:
+        low *= 2
+    while student_cdf(high, freedom) < p:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < p else (low, middle)
+    return (low + high) / 2
+
+
+def _codes(values: Sequence[float]) -> tuple[npt.NDArray[np.int64], int]:
+    """Values as 0..U-1 in their order, equal values equal, and U."""
+    unique, codes = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True)
+    return codes.astype(np.int64).reshape(-1), len(unique)
+
+
+def _ranks(codes: npt.NDArray[np.int64], unique: int) -> Floats:
+    """Ranks from 1; equal values share the mean of the ranks they cover."""
+    counts = np.bincount(codes, minlength=unique)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[codes]
+
+
+def _correlation(x: Floats, y: Floats) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    scale = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / scale if scale > 0 else math.nan

@@ -1,0 +1,268 @@
+"""Score a model on tasks, with the base model beside its adapter."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation import metrics
+from monkeyjump.evaluation.load import TASK_IDS, load_adapter
+from monkeyjump.evaluation.report import EvaluationReport, ReportRow, mean_rows
+from monkeyjump.evaluation.score import MODES, Mode, Prediction, predict
+from monkeyjump.registry import did_you_mean
+from monkeyjump.tasks import Example, Task, expand, load_examples
+from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat
+
+__all__ = ["EvaluationReport", "EvaluationSettings", "evaluate", "has_adapter", "load_adapter", "without_adapter"]
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How a model is scored."""
+
+    split: str = "test"
+    mode: Mode = "letter"
+    answer_format: AnswerFormat | None = (
+        None  # what the prompt asks for, as in training; None: text for text, else letter
+    )
+    limit: int | None = None  # most examples of a task; drawn by the task's name, so that all runs see the same ones
+    batch_tokens: int | None = None  # padded tokens of one forward; None: by device
+    data: str | Path | None = None  # folder of JSON lines; None: each task's own source
+    seed: int = 0  # of generated data and of resampling
+    compare_base: bool = True  # score the base model as well
+    progress: bool = True
+    max_length: int = 1024
+    normalize_length: bool = True  # mode text: log-likelihood per token; False: in total
+    task_ids: Mapping[str, int] | None = None  # None: as the adapter was trained if it says, else the tasks' positions
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.mode not in MODES:
+            problems.append(f"mode={self.mode!r} must be one of {', '.join(MODES)}.{did_you_mean(self.mode, [*MODES])}")
+        if self.answer_format is not None and self.answer_format not in ANSWER_FORMATS:
+            problems.append(
+                f"answer_format={self.answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}, or None."
+            )
+        for name in ("limit", "batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name}={value} must be at least 1, or None for no limit of its own.")
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def format(self) -> AnswerFormat:
+        return self.answer_format or ("text" if self.mode == "text" else "letter")
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: str | Sequence[str | Task],
+    settings: EvaluationSettings | None = None,
+    **changes: Any,
+) -> EvaluationReport:
+    """Score a model, and its base model beside it if it has an adapter.
+
+    Settings are the fields of `EvaluationSettings`, given as an object, as keywords, or both (keywords win). A model
+    without adapter is the base model: its scores are in the report's base column.
+    """
+    settings = _settings(settings, changes)
+    chosen = _tasks(tasks)
+    sides = _sides(model, settings.compare_base)
+    ids = _task_ids(model, chosen, settings)
+    examples = {task.name: _sample(task, settings) for task in chosen}
+    results: dict[str, dict[str, list[Prediction]]] = {task.name: {} for task in chosen}
+    counts: dict[str, tuple[int, int]] = {}
+    with _bar(sum(map(len, examples.values())) * len(sides), settings.progress) as bar:
+        for side, switched in sides.items():
+            with switched:
+                for task in chosen:
+                    bar.set_description(f"{task.name} ({side})", refresh=False)
+                    encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
+                    results[task.name][side] = predict(
+                        model,
+                        encoder,
+                        examples[task.name],
+                        _mode(examples[task.name], settings),
+                        normalize_length=settings.normalize_length,
+                        batch_tokens=settings.batch_tokens,
+                        progress=bar,
+                    )
+                    counts[task.name] = encoder.counts.dropped[task.name], encoder.counts.truncated[task.name]
+    rows, replicates = [], {}
+    for task in chosen:
+        mode = _mode(examples[task.name], settings)
+        row, replicates[task.name] = _row(task, mode, results[task.name], settings.seed)
+        dropped, truncated = counts[task.name]
+        rows.append(replace(row, dropped=dropped, truncated=truncated))
+    families, overall = mean_rows(rows, replicates)
+    return EvaluationReport(rows, families, overall, _described(model, settings), results)
+
+
+def _settings(settings: EvaluationSettings | None, changes: dict[str, Any]) -> EvaluationSettings:
+    known = [field.name for field in fields(EvaluationSettings)]
+    unknown = [name for name in changes if name not in known]
+    if unknown:
+        raise ConfigError(
+            [
+                f"evaluate has no setting {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+                for name in unknown
+            ]
+        )
+    return replace(settings or EvaluationSettings(), **changes)
+
+
+def _tasks(tasks: str | Sequence[str | Task]) -> list[Task]:
+    if isinstance(tasks, str):
+        return expand(tasks)
+    found = [task for entry in tasks for task in ([entry] if isinstance(entry, Task) else expand(entry))]
+    if not found:
+        raise ConfigError("tasks: none named. Name at least one task or group, e.g. 'glue'.")
+    return list({task.name: task for task in found}.values())
+
+
+def _mode(examples: Sequence[Example], settings: EvaluationSettings) -> Mode:
+    return settings.mode if all(example.options for example in examples) else "generate"
+
+
+def _sample(task: Task, settings: EvaluationSettings) -> list[Example]:
+    examples = load_examples(task, settings.split, settings.data, seed=settings.seed)
+    if settings.limit is None or settings.limit >= len(examples):
+        return examples
+    # Files are often sorted by label: a sample, not the beginning. Not by the seed: runs of several seeds are compared.
+    chosen = random.Random(f"{task.name}/{settings.split}").sample(range(len(examples)), settings.limit)
+    return [examples[index] for index in sorted(chosen)]
+
+
+# -- the model, with and without its adapter ----------------------------------------------------
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether a model carries adapters, through PEFT or through Transformers' own integration."""
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def without_adapter(model: Any) -> AbstractContextManager[Any]:
+    """Inside, the model is its base model."""
+    return model.disable_adapter() if hasattr(model, "disable_adapter") else _natively_disabled(model)
+
+
+@contextmanager
+def _natively_disabled(model: Any) -> Iterator[None]:
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def _sides(model: nn.Module, compare_base: bool) -> dict[str, AbstractContextManager[Any]]:
+    if not has_adapter(model):
+        return {"base": nullcontext()}
+    return {**({"base": without_adapter(model)} if compare_base else {}), "adapter": nullcontext()}
+
+
+def _task_ids(model: nn.Module, tasks: list[Task], settings: EvaluationSettings) -> dict[str, int]:
+    trained = settings.task_ids if settings.task_ids is not None else getattr(model, TASK_IDS, None)
+    if trained is None:
+        return {task.name: index for index, task in enumerate(tasks)}
+    configs = getattr(model, "peft_config", None) or {}
+    by_task = any(getattr(config, "granularity", None) == "task" for config in dict(configs).values())
+    unknown = [task.name for task in tasks if task.name not in trained]
+    if by_task and unknown:
+        raise ConfigError(
+            f"the adapter routes by task and was not trained on {', '.join(unknown)}; "
+            f"it knows {', '.join(trained) or 'no task'}. "
+            "Leave these tasks out, or say with task_ids={name: id} which trained task they should be treated as."
+        )
+    return dict(trained)
+
+
+def _described(model: nn.Module, settings: EvaluationSettings) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    for name in ("progress", "batch_tokens", "task_ids", "data"):  # how it was run, not what was measured
+        del shown[name]
+    name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
+    return {"model": Path(name).name if Path(name).is_absolute() else name, **shown, "answer_format": settings.format}
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="evaluating", unit="example", disable=not shown, leave=False) as bar:
+        yield bar
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def task_score(metric: str, predictions: Sequence[Prediction]) -> float:
+    """The task's metric. A constant prediction ranks nothing, so its rank correlation counts as 0."""
+    if metric != "spearman":
+        return metrics.mean([float(prediction.correct) for prediction in predictions])
+    predicted, gold = _numbers(predictions)
+    found = metrics.spearman(predicted, gold)
+    return 0.0 if math.isnan(found) and len(set(gold)) > 1 else found
+
+
+def _numbers(predictions: Sequence[Prediction]) -> tuple[list[float], list[float]]:
+    """Predicted and gold numbers; an answer without a number counts as the mean of the others."""
+    said = [prediction.value for prediction in predictions if prediction.value is not None]
+    middle = metrics.mean(said) if said else 0.0
+    predicted = [middle if prediction.value is None else prediction.value for prediction in predictions]
+    return predicted, [float(prediction.gold_value or 0.0) for prediction in predictions]
+
+
+def _replicates(metric: str, predictions: Sequence[Prediction], seed: int) -> metrics.Floats:
+    if not predictions:
+        return np.full(metrics.RESAMPLES, math.nan)
+    if metric != "spearman":
+        return metrics.resampled_mean([float(prediction.correct) for prediction in predictions], seed)
+    predicted, gold = _numbers(predictions)
+    if len(set(predicted)) == 1:
+        return np.zeros(metrics.RESAMPLES)
+    return metrics.resampled_spearman(predicted, gold, seed)
+
+
+def _row(
+    task: Task, mode: Mode, sides: Mapping[str, list[Prediction]], seed: int
+) -> tuple[ReportRow, dict[str, metrics.Floats]]:
+    # Both sides are resampled with the same draws, so that their difference is one of pairs.
+    draw = seed + zlib.crc32(task.name.encode())
+    replicates = {side: _replicates(task.metric, found, draw) for side, found in sides.items()}
+    scores = {side: task_score(task.metric, found) for side, found in sides.items()}
+    intervals = {
+        side: metrics.percentile_interval(replicates[side])
+        if task.metric == "spearman"
+        else metrics.wilson(sum(prediction.correct for prediction in found), len(found))
+        for side, found in sides.items()
+    }
+    row = ReportRow(
+        kind="task",
+        task=task.name,
+        family=task.family,
+        metric=task.metric,
+        mode=mode,
+        n=len(next(iter(sides.values()))),
+        base=scores.get("base"),
+        adapter=scores.get("adapter"),
+        base_interval=intervals.get("base"),
+        adapter_interval=intervals.get("adapter"),
+    )
+    return row.with_difference(replicates), replicates

@@ -1,0 +1,203 @@
+"""One JSON file per run: what was run, with what, on what, and what came out. Written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from importlib import metadata
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Literal
+
+from monkeyjump.errors import ConfigError
+
+FORMAT = 1  # under the key "monkeyjump_record": what makes a JSON file one of ours
+PACKAGES = ("torch", "transformers", "peft", "monkeyjump")
+Status = Literal["finished", "failed", "cancelled"]
+STATUSES: tuple[Status, ...] = ("finished", "failed", "cancelled")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _default_versions() -> dict[str, str | None]:
+    return {**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()}
+
+
+def portable_command(argv: Sequence[str]) -> list[str]:
+    """The command as given, without this machine's folders: absolute paths become relative to here, or a bare name."""
+    if not argv:
+        return []
+    return [PurePosixPath(argv[0].replace("\\", "/")).name, *(_portable(argument) for argument in argv[1:])]
+
+
+def _portable(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    if equals and not _is_absolute(argument):
+        return f"{key}={_portable(value)}"
+    if not _is_absolute(argument):
+        return argument
+    try:
+        return str(Path(argument).expanduser().relative_to(Path.cwd()))
+    except ValueError:
+        return PurePosixPath(argument.replace("\\", "/")).name or "/"
+
+
+def _is_absolute(text: str) -> bool:
+    return text.startswith("~") or PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+
+
+def source_commit() -> str | None:
+    """The commit this package's source is at (with "-dirty" if files were changed since); None for an installed one."""
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(here.parent), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # A virtual environment inside someone else's repository is not our source: the file itself must be tracked.
+    if git("ls-files", "--error-unmatch", here.name) is None:
+        return None
+    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
+
+
+def device_in_words(device: Any = None) -> str:
+    """Where a run happened: the given device, or the one a run would use."""
+    import torch
+
+    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        index = torch.device(device).index if device is not None else None
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    if kind == "cpu":
+        return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{kind} ({platform.machine()})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # on the path without being installed
+        return getattr(sys.modules.get(package), "__version__", None)
+
+
+@dataclass
+class RunRecord:
+    """Everything needed to repeat a run and to compare it with another. `config` is kept as the run got it."""
+
+    kind: str  # train, evaluate, compare, ...
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    status: Status = "finished"
+    extra: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=_default_versions)
+    commit: str | None = field(default_factory=source_commit)
+    device: str = field(default_factory=device_in_words)
+    command: list[str] = field(default_factory=lambda: portable_command(sys.argv))
+    started: str = field(default_factory=_now)  # UTC
+    finished: str | None = None
+
+
+@contextmanager
+def recording(path: str | Path, kind: str, name: str, **known: Any) -> Iterator[RunRecord]:
+    """Write the record of the block at its end, whatever the end is: finished, failed, or cancelled by Ctrl-C."""
+    record = RunRecord(kind=kind, name=name, **known)
+    try:
+        yield record
+    except BaseException as error:
+        record.status = "cancelled" if isinstance(error, KeyboardInterrupt) else "failed"
+        record.extra["error"] = f"{type(error).__name__}: {error}"
+        write_record(record, path)
+        raise
+    write_record(record, path)
+
+
+def write_record(record: RunRecord, path: str | Path) -> Path:
+    """Write a record, atomically: a reader, or a full disk, never leaves half a file in place of the old one."""
+    if record.status not in STATUSES:
+        raise ConfigError(f"status={record.status!r} must be one of {', '.join(STATUSES)}.", title="invalid record")
+    record.finished = record.finished or _now()
+    content = {"monkeyjump_record": FORMAT, **{f.name: getattr(record, f.name) for f in fields(record)}}
+    return write_atomic(path, json.dumps(jsonable(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_record(path: str | Path) -> RunRecord:
+    """Read a record; a file that is missing, broken or not ours is an error that says which."""
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unreadable(path, f"cannot be read ({error.strerror or error}). Check the path") from error
+    except ValueError as error:  # JSON and UTF-8 errors alike
+        raise _unreadable(path, f"is not valid JSON ({error}): it is damaged or something else") from error
+    if not isinstance(content, dict) or "monkeyjump_record" not in content:
+        raise _unreadable(path, "is JSON but no run record (it has no key 'monkeyjump_record')")
+    if content["monkeyjump_record"] != FORMAT:
+        version = content["monkeyjump_record"]
+        raise _unreadable(path, f"has record format {version!r}, this version reads {FORMAT}: update monkeyjump")
+    known = {f.name for f in fields(RunRecord)}
+    missing = [name for name in ("kind", "name", "status", "metrics", "config") if name not in content]
+    if missing:
+        raise _unreadable(path, f"lacks {', '.join(missing)}: it is incomplete")
+    return RunRecord(**{name: value for name, value in content.items() if name in known})
+
+
+def write_atomic(path: str | Path, text: str) -> Path:
+    """Write a text file through a temporary neighbour, on disk before it takes the name."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a result is not
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def jsonable(value: Any) -> Any:
+    """Plain JSON values. NumPy and torch values become numbers or lists; NaN and infinities become null."""
+    if isinstance(value, Enum):
+        return jsonable(value.value)
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return jsonable(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return [jsonable(item) for item in sorted(value, key=str)]
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [jsonable(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars, torch tensors: a number or nested lists
+        return jsonable(value.tolist())
+    return str(value)  # paths, dtypes, devices
+
+
+def _unreadable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{str(path)!r} {reason}.", title="record not readable")
