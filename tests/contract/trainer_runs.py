@@ -1,4 +1,4 @@
-"""One Trainer run per adapter, as a function and as a program: `python -m tests.contract.trainer_runs OUT CHECKPOINTS`."""
+"""One Trainer run per adapter: a function, and a program that resumes them all (arguments: OUT CHECKPOINTS)."""
 
 from __future__ import annotations
 
