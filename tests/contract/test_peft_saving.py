@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from peft import (
+    AutoPeftModelForCausalLM,
     PeftConfig,
     PeftModel,
     get_peft_model,
@@ -16,6 +18,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import monkeyjump as mj
 from monkeyjump.peft_type import PEFT_TYPE
@@ -242,3 +245,48 @@ def test_base_weights_are_never_written(adapter: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert not any("base_layer" in key for key in load_file(tmp_path / "adapter_model.safetensors"))
     assert_same(model.unload().state_dict(), original)
+
+
+def test_auto_model_finds_the_base(adapter: str, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter=adapter)
+    train(model, steps=3)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert isinstance(loaded, PeftModel)
+    assert_same(state_of(loaded), state_of(model))
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_given_state_dict_is_what_is_saved(adapter: str, tmp_path: Path) -> None:
+    """Sharded training hands over a gathered state dict instead of the live one."""
+    model = adapted(adapter=adapter)
+    state = {key: value + 1 for key, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path)
+    assert_same(state_of(loaded), {key: state[key] for key in state_of(model)})
+
+
+def test_no_address_is_asked_for(adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving and loading in local folders opens no connection."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"a connection was opened: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    model = adapted(adapter=adapter)
+    model.save_pretrained(tmp_path)
+    assert_same(state_of(PeftModel.from_pretrained(tiny_llama(), tmp_path)), state_of(model))
+
+
+def test_loading_the_wrong_kind_is_refused(adapter: str, tmp_path: Path) -> None:
+    """Tensors of one adapter never end up in another kind, nor in another base model."""
+    model = adapted(adapter=adapter)
+    before = state_of(model)
+    other = "lora" if adapter == "propulsion" else "propulsion"
+    with pytest.raises(mj.ConfigError, match="cannot be loaded"):
+        set_peft_model_state_dict(model, get_peft_model_state_dict(adapted(adapter=other)))
+    with pytest.raises(mj.ConfigError, match="cannot be loaded"):
+        set_peft_model_state_dict(model, get_peft_model_state_dict(adapted(tiny_llama(layers=3), adapter=adapter)))
+    assert_same(state_of(model), before)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with its defaults: gradient checkpointing on, its own fused loss, packing and padding-free batches."""
+"""TRL's SFTTrainer with its defaults: gradient checkpointing on, a fused loss, packing and padding-free batches."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_checkpointing_on_is_off(tmp_path: Path, tokenizer) -> None:
 
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_prompt_end_reaches_the_router(padding_free: bool, tmp_path: Path, tokenizer) -> None:
-    """Prompt and completion data: all tokens of a sequence follow its last prompt token, and the answer changes nothing."""
+    """Prompt and completion data: all tokens of a sequence follow its last prompt token, as if it stood alone."""
     model = wrap(tiny_llama(), mj_config(granularity="sequence", top_k=1, ema_stop=0))
     changes: dict[str, Any] = {"max_steps": 1, "gradient_checkpointing": False}
     if padding_free:
