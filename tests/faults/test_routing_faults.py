@@ -1,4 +1,4 @@
-"""Faults of the authors' published code in routing (numbers B1 to B9), and that ours does right what theirs did wrong."""
+"""Faults of the published code in routing (B1 to B9): ours does right what theirs did wrong."""
 
 from __future__ import annotations
 

@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.trace import RoutingTrace
 
 REMEMBERED = 8  # training forwards a block keeps the gates of, for recomputation in a later backward
+ARGUMENTS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "seq_idx",
+    "past_key_values",
+    "encoder_hidden_states",
+)
 KEPT = "monkeyjump_decisions"  # attribute of a KV cache: the sequence decisions its entries were made with
 
 
@@ -195,8 +204,7 @@ class BlockGroup:
         active = self.active()
         if not active and self.context.collector is None:
             return
-        names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "seq_idx", "past_key_values")
-        self.arguments = {name: self._argument(name, args, kwargs) for name in names}
+        self.arguments = {name: self._argument(name, args, kwargs) for name in ARGUMENTS}
         collector = self.context.collector
         self.arguments["labels"] = self.context.labels if collector is None else collector.labels
         self.arguments["prompt_lengths"] = self.context.prompt_lengths
@@ -252,9 +260,13 @@ class BlockGroup:
             labels=labels if has_answers else None,
             prompt_lengths=expanded_rows(lengths, shape[0]) if lengths is not None and per_row else None,
             segments=segments,
-            generated_from=self.context.generated_from,
+            generated_from=1 if self._in_decoder() else self.context.generated_from,
             training=self.staging and has_answers,
         )
+
+    def _in_decoder(self) -> bool:
+        """Whether these blocks decode what an encoder read: all but their first token is the answer."""
+        return self.context.encoder_decoder and self.arguments.get("encoder_hidden_states") is not None
 
     def _select(self, adapter_name: str, config: MonkeyJumpConfig, shape: Any, device: torch.device) -> None:
         if not config.uses_centers or (config.granularity == "sequence" and self.kept is not None):
