@@ -200,3 +200,27 @@ def test_checkpoint_folder_is_an_adapter_folder(adapter: str, uninterrupted) -> 
     loaded = PeftModel.from_pretrained(tiny_llama(), folder)
     assert {int(v) for k, v in state_of(loaded).items() if "monkeyjump_step" in k} == {SAVED}
     assert torch.isfinite(logits(loaded)).all()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_orthogonality_loss_counts_once_a_step(accumulation: int, tmp_path: Path) -> None:
+    """At the first step AdaLoRA's diagonal is zero: the factors move by the gradient of the regulariser alone."""
+    model = model_for("adalora", orth_reg_weight=0.7, dropout=0.0)
+    adapters = [module for module in model.modules() if isinstance(module, AdaLoraAdapter)]
+    before = [(a.A.detach().clone(), a.B.detach().clone()) for a in adapters]
+    loss = 0.7 * torch.stack([a.auxiliary_loss() for a in adapters]).mean()
+    expected = torch.autograd.grad(loss, [tensor for a in adapters for tensor in (a.A, a.B)])
+    settings = arguments(
+        tmp_path,
+        max_steps=1,
+        gradient_accumulation_steps=accumulation,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+    )
+    Trainer(model, settings, train_dataset=rows(), callbacks=[callback()]).train()
+    factors = [(a.A, a.B) for a in adapters]
+    moved = [(old - new) / 0.1 for o, n in zip(before, factors, strict=True) for old, new in zip(o, n, strict=True)]
+    for gradient, step in zip(expected, moved, strict=True):
+        torch.testing.assert_close(step.detach(), gradient, rtol=1e-3, atol=1e-5)

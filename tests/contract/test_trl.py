@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import monkeyjump as mj
+from monkeyjump.adapters import AdaLoraAdapter
 from tests.contract.common import centers_of, state_of
 from tests.helpers import ADAPTER_NAMES, assert_same, mj_config, tiny_llama, wrap
 
@@ -185,3 +186,36 @@ def test_padding_free_is_padded(tmp_path: Path, tokenizer) -> None:
     for key, value in staged[0].items():
         torch.testing.assert_close(staged[1][key], value, rtol=1e-4, atol=1e-4)
     assert any(value.any() for value in staged[0].values())
+
+
+def test_orthogonality_loss_reaches_the_optimiser(tmp_path: Path, tokenizer) -> None:
+    """TRL makes its loss from log-probabilities and leaves the model's own loss aside, AdaLoRA's regulariser with it.
+
+    At the first step the diagonal is zero, so nothing but the regulariser can move the factors, and one step of plain
+    SGD moves them by exactly its gradient.
+    """
+    model = wrap(tiny_llama(), mj_config(adapter="adalora", r=3, orth_reg_weight=0.7))
+    adapters = [module for module in model.modules() if isinstance(module, AdaLoraAdapter)]
+    before = [(a.A.detach().clone(), a.B.detach().clone()) for a in adapters]
+    loss = 0.7 * torch.stack([a.auxiliary_loss() for a in adapters]).mean()
+    expected = torch.autograd.grad(loss, [tensor for a in adapters for tensor in (a.A, a.B)])
+    run = trainer(
+        tmp_path,
+        tokenizer,
+        model,
+        texts(),
+        max_steps=1,
+        gradient_accumulation_steps=2,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+    )
+    run.train()
+    moved = [
+        (old - new) / 0.1
+        for a, olds in zip(adapters, before, strict=True)
+        for old, new in zip(olds, (a.A, a.B), strict=True)
+    ]
+    for gradient, step in zip(expected, moved, strict=True):
+        torch.testing.assert_close(step.detach(), gradient, rtol=1e-3, atol=1e-6)

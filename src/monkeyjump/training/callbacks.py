@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from monkeyjump.tuner.allocation import allocate_ranks
+from monkeyjump.tuner.auxiliary import add_regularizer_gradients
 from monkeyjump.tuner.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.trace import staged_load
@@ -17,6 +18,8 @@ from monkeyjump.tuner.trace import staged_load
 
 class MonkeyJumpCallback(TrainerCallback):
     """Initialises centres when training begins, logs expert load, and runs AdaLoRA's rank allocation.
+
+    Where a trainer makes the loss itself (TRL's do), it also adds AdaLoRA's regulariser, after gradient clipping.
 
     The sample for the centres is drawn through a loader of its own with its own seed, so that the order in which the
     Trainer sees the data is the same with and without the callback, and on a resumed run (whose centres are loaded).
@@ -42,6 +45,13 @@ class MonkeyJumpCallback(TrainerCallback):
                 self.report = initialize_centers(
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress
                 )
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        model = _unwrapped(model)
+        context = require_context(model)
+        if context.regularizer_due:
+            add_regularizer_gradients(model)
+            context.regularizer_due = False
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         # after the step, before the gradients are cleared: the momentum of the optimiser would undo an earlier zero

@@ -34,3 +34,14 @@ def auxiliary_loss(model: nn.Module) -> torch.Tensor | None:
         loss = configs[name].orth_reg_weight * torch.stack(values).mean()
         total = loss if total is None else total + loss
     return total
+
+
+def add_regularizer_gradients(model: nn.Module) -> None:
+    """Add the gradients of `auxiliary_loss` to those a finished backward left, once per optimiser step."""
+    loss = auxiliary_loss(model)
+    if loss is None:
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -55,6 +55,7 @@ class RoutingContext:
         self.generation = 0
         self.in_generation = False
         self.regularized = False  # whether some adapter has a loss of its own
+        self.regularizer_due = False  # whether a training forward could not add it
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None
         self.groups: dict[str, BlockGroup] = {}
@@ -154,7 +155,9 @@ class RoutingContext:
         loss = (
             (output[0] if self.labels is not None and output else None) if as_tuple else getattr(output, "loss", None)
         )
-        if not isinstance(loss, torch.Tensor):
+        if not isinstance(loss, torch.Tensor) or hasattr(output, "log_probs"):
+            # The trainer makes the loss itself, from logits or (TRL) log-probabilities: the callback adds this there.
+            self.regularizer_due = True
             return output
         extra = auxiliary_loss(module)
         if extra is None:
