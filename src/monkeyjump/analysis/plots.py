@@ -37,7 +37,9 @@ def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump")
             continue
         loads = [usage.loads[tasks[position]][block] for block in blocks]
         experts = loads[0].experts
-        shares = [[dict(zip(load.experts, load.share, strict=True)).get(name, 0.0) for name in experts] for load in loads]
+        shares = [
+            [dict(zip(load.experts, load.share, strict=True)).get(name, 0.0) for name in experts] for load in loads
+        ]
         image = axis.imshow(shares, aspect="auto", vmin=0, vmax=brightest, cmap="viridis")
         axis.set_title(tasks[position], fontsize=9)
         axis.set_xticks(range(len(experts)), [name.removesuffix("_proj") for name in experts], fontsize=8)

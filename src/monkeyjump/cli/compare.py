@@ -10,7 +10,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.max_steps=200")
     parser.add_argument("--methods", required=True, metavar="A,B,...", help="methods; the first is the reference")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
-    parser.add_argument("--lrs", metavar="X,Y,...", help="learning rates to search on validation (default: the recipe's)")
+    parser.add_argument(
+        "--lrs", metavar="X,Y,...", help="learning rates to search on validation (default: the recipe's)"
+    )
     parser.add_argument("--tasks", metavar="A,B,...", help="tasks instead of the recipe's")
     parser.add_argument("--data", metavar="DIR", help="folder of JSON lines instead of the hub")
     parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/compare-<recipe>)")

@@ -76,7 +76,9 @@ class Comparison:
         """Method less reference in the mean of all tasks, paired by seed."""
         base = self.values(reference, "mean")
         return {
-            method: paired_difference(self.values(method, "mean"), base) for method in self.methods if method != reference
+            method: paired_difference(self.values(method, "mean"), base)
+            for method in self.methods
+            if method != reference
         }
 
 

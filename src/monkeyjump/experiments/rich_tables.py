@@ -53,7 +53,9 @@ def costs_table(comparison: Comparison) -> Table:
 
 def differences_table(comparison: Comparison) -> Table:
     reference = comparison.methods[0]
-    table = _table(f"Difference to {reference} in the mean of all tasks, paired by seed", ["method", "points", "s.e.", "p"])
+    table = _table(
+        f"Difference to {reference} in the mean of all tasks, paired by seed", ["method", "points", "s.e.", "p"]
+    )
     for method, found in comparison.differences(reference).items():
         numbers = (f"{100 * found.standard_error:.2f}", f"{found.p_value:.2f}") if found.n > 1 else ("", "")
         table.add_row(method, f"{100 * found.mean:+.2f}", *numbers)

@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from monkeyjump import methods
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.load import RECIPE_FILE
 from monkeyjump.evaluation.run import EvaluationReport, evaluate
 from monkeyjump.models import load_model
 from monkeyjump.tasks import Task, expand
@@ -30,8 +31,6 @@ from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.trainer import TaskTrainer, early_stopping, training_arguments
 from monkeyjump.tuner.count import ParameterCount, count_parameters
-
-RECIPE_FILE = "recipe.json"
 
 
 @dataclass
@@ -153,7 +152,11 @@ def _data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> tuple[Any, Batch
     encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
     collator: Any = PaddingCollator(tokenizer.pad_token_id, multiple_of=8)
     if data.streaming:
-        return StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed), None, collator
+        return (
+            StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed),
+            None,
+            collator,
+        )
     caps: dict[str, int] = {task.name: data.cap for task in tasks if data.cap is not None} | data.caps
     mixture = Mixture.load(
         tasks,
@@ -203,7 +206,14 @@ def _scoring(recipe: Recipe) -> dict[str, Any]:
 def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> dict[str, float]:
     limits = [n for n in (recipe.evaluate.validation_limit, recipe.data.validation) if n is not None]
     report = evaluate(
-        model, tokenizer, tasks, split="validation", limit=min(limits), compare_base=False, progress=False, **_scoring(recipe)
+        model,
+        tokenizer,
+        tasks,
+        split="validation",
+        limit=min(limits),
+        compare_base=False,
+        progress=False,
+        **_scoring(recipe),
     )
     return {"mean": report.mean, **{row.task: row.adapter for row in report.rows}}
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from monkeyjump.errors import ConfigError

@@ -1,0 +1,76 @@
+"""`monkeyjump evaluate`: an adapter's scores per task, with the base model beside them."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", help="folder of a saved adapter (or a model's name, with --base-only)")
+    parser.add_argument("--tasks", metavar="A,B,...", help="tasks, groups or YAML files (default: those of training)")
+    parser.add_argument("--mode", choices=["letter", "text", "generate"], help="how to score (default: as in training)")
+    parser.add_argument("--answer", choices=["letter", "text"], help="form of the answers (default: as in training)")
+    parser.add_argument("--split", default="test", choices=["test", "validation", "train"], help="default: test")
+    parser.add_argument("--limit", type=int, metavar="N", help="most rows of a task")
+    parser.add_argument("--data", metavar="DIR", help="folder of JSON lines instead of the hub")
+    parser.add_argument("--base", metavar="MODEL", help="base model, where the adapter does not say")
+    parser.add_argument("--base-only", action="store_true", help="score a plain model by its name")
+    parser.add_argument("--batch-tokens", type=int, metavar="N", help="padded tokens of one forward")
+    parser.add_argument("--harness", action="store_true", help="run lm-evaluation-harness tasks instead of ours")
+    parser.add_argument("--output", metavar="STEM", help="write STEM.json, .csv, .html (default: beside the adapter)")
+
+
+def run(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from monkeyjump.tuner.register import register
+
+    register()
+    import torch
+
+    from monkeyjump.cli.console import console
+    from monkeyjump.evaluation.run import evaluate, load_adapter
+    from monkeyjump.models import load_model
+    from monkeyjump.training.run import saved_recipe
+
+    device = "cuda" if torch.cuda.is_available() else None
+    recipe = None if options.base_only else saved_recipe(Path(options.adapter))
+    if options.base_only:
+        model, tokenizer = load_model(options.adapter, device=device)
+    else:
+        model, tokenizer = load_adapter(options.adapter, base=options.base, device=device)
+    if options.harness:
+        return _harness(model, tokenizer, options)
+    tasks = options.tasks or (recipe.tasks if recipe else "builtin")
+    answer = options.answer or (recipe.data.answer if recipe else None)
+    report = evaluate(
+        model,
+        tokenizer,
+        tasks,
+        mode=options.mode or (recipe.mode if recipe else (answer or "letter")),
+        answer_format=answer,
+        split=options.split,
+        limit=options.limit,
+        data=options.data or (recipe.data.folder if recipe else None),
+        batch_tokens=options.batch_tokens,
+        max_length=recipe.data.max_length if recipe else 1024,
+    )
+    console().print(report.table())
+    stem = options.output or ("evaluation" if options.base_only else str(Path(options.adapter).parent / "evaluation"))
+    for path in report.save(stem).values():
+        print(f"saved       {path}")
+    return 0
+
+
+def _harness(model: object, tokenizer: object, options: argparse.Namespace) -> int:
+    from monkeyjump.errors import ConfigError
+    from monkeyjump.evaluation.harness import run_harness
+
+    if not options.tasks:
+        raise ConfigError("--harness needs --tasks with names of lm-evaluation-harness tasks.")
+    results = run_harness(model, tokenizer, options.tasks.split(","), limit=options.limit)
+    for task, scores in results["results"].items():
+        for name, value in scores.items():
+            if isinstance(value, float):
+                print(f"{task:24} {name:24} {value:.4f}")
+    return 0

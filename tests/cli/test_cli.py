@@ -1,0 +1,75 @@
+"""What a person sees at the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from monkeyjump.cli.main import VERBS, main
+from tests.tiny_folder import save_tiny_model, write_recipe
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_is_quick_and_fits_80_columns(verb: str) -> None:
+    command = [sys.executable, "-m", "monkeyjump", *([verb] if verb else []), "--help"]
+    times = []
+    for _ in range(3):  # the best of three: the machine may be busy, the program must not be
+        started = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, env={"COLUMNS": "80", "PATH": ""}, check=True)
+        times.append(time.perf_counter() - started)
+        if times[-1] < 1:
+            break
+    assert min(times) < 1
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "usage: monkeyjump" in done.stdout
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['monkeyjump', '--help']\n"
+        "from monkeyjump.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_bad_input_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "quickstart", "method=mjlra", "train.lr=1e-3"]) == 2
+    assert "Did you mean 'mjlora'?" in capsys.readouterr().err
+    assert main(["validate", "quickstart", "tasks=sst"]) == 2
+    assert "Did you mean 'sst2'?" in capsys.readouterr().err
+    assert main(["evaluate", "/nowhere/adapter"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks"]) == 0
+    text = capsys.readouterr().out
+    for name in ("sst2", "stsb", "openbookqa", "builtin"):
+        assert name in text
+    assert main(["models"]) == 0
+    assert "smollm2-135m" in capsys.readouterr().out
+
+
+def test_train_then_evaluate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
+    assert main(["train", str(recipe), f"output={tmp_path / 'run'}", "train.max_steps=4", "train.save_steps=4"]) == 0
+    text = capsys.readouterr().out
+    for name in ("adapter", "evaluation.html", "expert-usage.png", "record.json", "Try next"):
+        assert name in text
+    for name in ("adapter/adapter_model.safetensors", "evaluation.html", "evaluation.csv", "expert-usage.png"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert main(["evaluate", str(tmp_path / "run" / "adapter"), "--limit", "4", "--mode", "generate"]) == 0
+    assert "opinion" in capsys.readouterr().out
+
+
+def test_run_registers_the_method_for_programs_that_do_not_import_it() -> None:
+    code = "import peft; print(peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING['MONKEYJUMP'].__name__)"
+    command = [sys.executable, "-m", "monkeyjump", "run", "--", sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("MonkeyJumpModel")

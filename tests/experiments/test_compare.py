@@ -1,0 +1,108 @@
+"""The comparison grid: learning rates by validation, pairing by seed, resuming, controls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
+from monkeyjump.experiments import compare as module
+from monkeyjump.experiments.compare import compare, with_controls
+from monkeyjump.experiments.tables import comparison_rows, save_comparison
+from monkeyjump.training.recipe import Recipe, load_recipe
+from tests.tiny_folder import save_tiny_model, write_recipe
+
+
+class FakeRuns:
+    """Stands in for training: scores that are a function of method, rate and seed, and a list of what was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, float, int, bool]] = []
+        self.gates: list[float] = []
+        monkeypatch.setattr(module, "run", self.run)
+        monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
+
+    def run(self, recipe: Recipe, *, overwrite: bool, test: bool) -> Any:
+        lr = recipe.train.lr
+        self.asked.append((recipe.method, lr, recipe.seed, test))
+        if recipe.method.endswith("_uniform"):
+            self.gates.append(recipe.adapter["uniform_gate"])
+        skill = {"lora": 0.6, "mjlora": 0.7}.get(recipe.method, 0.5) + 0.01 * recipe.seed
+        rows = [
+            SimpleNamespace(task=task, family=family, adapter=skill + bonus, base=0.4, n=10)
+            for task, family, bonus in (("sst2", "glue", 0.0), ("boolq", "commonsense", 0.1))
+        ]
+        return SimpleNamespace(
+            interrupted=False,
+            best_validation=1.0 - abs(lr - 2e-3),
+            parameters=SimpleNamespace(trainable=10, router=0),
+            measurements={"steps": 5, "steps_per_second": 2.0, "peak_memory_bytes": None},
+            report=SimpleNamespace(mean=skill + 0.05, rows=rows) if test else None,
+            model=None,
+            tokenizer=None,
+            tasks=[],
+        )
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
+    return FakeRuns(monkeypatch)
+
+
+def test_the_rate_is_chosen_on_validation_and_only_final_runs_see_test(fakes: FakeRuns, tmp_path: Path) -> None:
+    found = compare(load_recipe("quickstart"), ["lora"], [0, 1], [1e-3, 2e-3, 4e-3], tmp_path)
+    assert found.best_lr("lora") == 2e-3
+    assert [ask for ask in fakes.asked if not ask[3]] == [("lora", lr, 0, False) for lr in (1e-3, 2e-3, 4e-3)]
+    assert [ask for ask in fakes.asked if ask[3]] == [("lora", 2e-3, 0, True), ("lora", 2e-3, 1, True)]
+
+
+def test_a_stopped_comparison_goes_on_where_it_stopped(fakes: FakeRuns, tmp_path: Path) -> None:
+    first = compare(load_recipe("quickstart"), ["lora"], [0], [2e-3], tmp_path)
+    again = compare(load_recipe("quickstart"), ["lora"], [0, 1], [2e-3], tmp_path)
+    assert [ask[2] for ask in fakes.asked] == [0, 1]
+    assert again.final[0].metrics == first.final[0].metrics
+    compare(load_recipe("quickstart", ["train.max_steps=7"]), ["lora"], [0], [2e-3], tmp_path)
+    assert len(fakes.asked) == 3  # another recipe is another run
+
+
+def test_controls_stand_beside_a_routed_method_with_its_mean_gate(fakes: FakeRuns, tmp_path: Path) -> None:
+    assert with_controls(["lora", "mjlora"]) == ["lora", "mjlora", "mjlora_uniform", "mjlora_random"]
+    assert with_controls(["lora"]) == ["lora"]
+    compare(load_recipe("quickstart"), ["lora", "mjlora"], [0], [2e-3], tmp_path)
+    assert fakes.gates == [0.25]
+
+
+def test_tables_pair_differences_by_seed(fakes: FakeRuns, tmp_path: Path) -> None:
+    found = compare(load_recipe("quickstart"), ["lora", "mjlora"], [0, 1, 2], [2e-3], tmp_path, controls=False)
+    labels = [label for label, _ in comparison_rows(found)]
+    assert labels == ["sst2", "glue mean", "boolq", "commonsense mean", "mean"]
+    difference = found.differences("lora")["mjlora"]
+    assert difference.mean == pytest.approx(0.1)
+    assert difference.standard_error == pytest.approx(0.0, abs=1e-9)
+    json_path, csv_path = save_comparison(found, tmp_path)
+    record = json.loads(json_path.read_text())
+    assert record["metrics"]["results"]["mean"]["lora"] == pytest.approx([0.65, 0.66, 0.67])
+    assert csv_path.read_text().splitlines()[0] == "task,lora mean,lora sd,mjlora mean,mjlora sd"
+
+
+def test_unknown_methods_stop_before_the_first_run(fakes: FakeRuns, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'lora'"):
+        compare(load_recipe("quickstart"), ["lora", "lroa"], [0], [1e-3], tmp_path)
+    assert fakes.asked == []
+
+
+def test_compare_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
+    words = ["compare", str(recipe), "train.max_steps=4", "train.save_steps=4", "--methods", "lora,mjlora", "--seeds", "1"]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    for part in ("lora", "mjlora_uniform", "trainable", "Difference to lora", "compare.json"):
+        assert part in text
+    record = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert record["metrics"]["methods"] == ["lora", "mjlora", "mjlora_uniform", "mjlora_random"]
+    assert record["metrics"]["costs"]["mjlora"]["trainable"] == record["metrics"]["costs"]["lora"]["trainable"]

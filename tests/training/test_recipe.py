@@ -1,0 +1,96 @@
+"""Recipes: one typed configuration, every mistake named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monkeyjump import methods
+from monkeyjump.errors import ConfigError
+from monkeyjump.training.recipe import load_recipe, names, parse_value, recipe_from
+
+
+def test_the_papers_hyper_parameters_are_in_the_paper_recipes() -> None:
+    for name in ("glue", "commonsense", "text14"):
+        recipe = load_recipe(name)
+        config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
+        assert (config.r, config.alpha, config.dropout, config.top_k, config.temperature) == (2, 5, 0.05, 2, 1.0)
+        assert config.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
+        assert config.shared_modules == ["o_proj", "gate_proj"]
+        assert (config.init_tokens, config.ema_momentum, config.ema_interval, config.ema_stop) == (50_000, 0.5, 2, 5_000)
+        train = recipe.train
+        assert (train.lr, train.epochs, train.batch_size, train.accumulation) == (1e-4, 2.0, 4, 4)
+        assert (train.schedule, train.warmup, train.weight_decay, recipe.data.max_length) == ("cosine", 0.1, 0.1, 1024)
+
+
+def test_every_recipe_that_comes_with_the_package_loads() -> None:
+    assert {"quickstart", "glue", "commonsense", "text14"} <= set(names())
+    for name in names():
+        assert load_recipe(name).name == name
+
+
+def test_overrides_reach_nested_settings_with_their_types() -> None:
+    recipe = load_recipe("quickstart", ["train.lr=1e-3", "tasks=sst2,qnli", "adapter.r=4", "train.max_steps=none"])
+    assert recipe.train.lr == 1e-3
+    assert recipe.tasks == ["sst2", "qnli"]
+    assert recipe.adapter["r"] == 4
+    assert recipe.train.max_steps is None
+
+
+def test_all_mistakes_are_reported_at_once_with_suggestions(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("modle: x\ntrain: {lrr: 1, batch_size: four}\ndata: 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(path))
+    text = str(caught.value)
+    assert len(caught.value.problems) == 4
+    assert "'modle'" in text
+    assert "Did you mean 'model'?" in text
+    assert "'train.lrr'" in text
+    assert "Did you mean 'lr'?" in text
+    assert "train.batch_size='four' must be a whole number" in text
+    assert "data=3 must be a section" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.lr=0", "train.lr=0.0 must be above 0"),
+        ("train.warmup=1.5", "train.warmup=1.5 must be a share"),
+        ("data.answer=word", "data.answer='word' must be 'letter' or 'text'"),
+        ("evaluate.mode=guess", "must be letter, text or generate"),
+        ("train.epochs=0", "train.epochs=0.0 must be above 0"),
+    ],
+)
+def test_values_out_of_range_name_field_value_and_rule(override: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("quickstart", [override])
+    assert part in str(caught.value)
+
+
+def test_an_unknown_recipe_suggests_a_known_one() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'quickstart'"):
+        load_recipe("quikstart")
+
+
+def test_a_recipe_survives_its_own_dictionary() -> None:
+    recipe = load_recipe("text14", ["seed=3"])
+    assert recipe_from(recipe.to_dict()) == recipe
+
+
+def test_streaming_needs_a_number_of_steps() -> None:
+    with pytest.raises(ConfigError, match="streaming=true needs train.max_steps"):
+        load_recipe("text14", ["data.streaming=true"])
+
+
+def test_command_line_values() -> None:
+    assert [parse_value(text) for text in ("1e-4", "3", "true", "null", "a,b", "a b", '{"x": 1}')] == [
+        1e-4,
+        3,
+        True,
+        None,
+        ["a", "b"],
+        "a b",
+        {"x": 1},
+    ]

@@ -1,0 +1,167 @@
+"""Whole runs on a tiny model: resume, interruption, user tasks, packing, a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.training.recipe import Recipe, load_recipe
+from monkeyjump.training.run import run, saved_recipe
+from tests.tiny_folder import save_tiny_model, write_recipe
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_recipe(folder, save_tiny_model(folder / "tiny"))
+
+
+def recipe(path: Path, output: Path, *overrides: str) -> Recipe:
+    return load_recipe(str(path), [f"output={output}", *overrides])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def train_process(path: Path, output: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "monkeyjump", "train", str(path), f"output={output}", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
+
+
+def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if (output / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").is_file():
+            return
+        time.sleep(0.01)
+    raise AssertionError(process.communicate()[0])
+
+
+def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_file: Path, tmp_path: Path) -> None:
+    whole = run(recipe(recipe_file, tmp_path / "whole", "train.max_steps=14"))
+    killed = train_process(recipe_file, tmp_path / "killed", "train.max_steps=14")
+    wait_for_step(killed, tmp_path / "killed", 4)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "killed" / "adapter").exists()
+    resumed = train_process(recipe_file, tmp_path / "killed", "train.max_steps=14", "--resume")
+    text, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, text
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    record = json.loads((tmp_path / "killed" / "record.json").read_text())
+    assert whole.report is not None
+    assert record["metrics"]["evaluation"]["rows"] == json.loads(whole.report.to_json())["rows"]
+
+
+def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_resume(recipe_file: Path, tmp_path: Path) -> None:
+    process = train_process(recipe_file, tmp_path, "train.max_steps=2000", "train.eval_steps=2000", "train.save_steps=2")
+    wait_for_step(process, tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, text
+    assert "go on with: monkeyjump train" in text
+    assert "--resume" in text
+    with pytest.raises(ConfigError, match="unfinished run.*--resume"):
+        run(recipe(recipe_file, tmp_path))
+
+
+def test_training_learns_saves_and_reports(recipe_file: Path, tmp_path: Path) -> None:
+    result = run(recipe(recipe_file, tmp_path, "train.max_steps=30"))
+    losses = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    first, last = [log["loss"] for log in losses if "loss" in log][:1], [log["loss"] for log in losses if "loss" in log][-1:]
+    assert last < first
+    assert any("router/load_entropy" in log for log in losses)
+    assert result.report is not None
+    assert [row.task for row in result.report.rows] == ["opinion", "shelf"]
+    assert all(row.base is not None for row in result.report.rows)
+    again = saved_recipe(tmp_path / "adapter")
+    assert again is not None
+    assert again.method == "mjlora"
+
+
+def test_the_best_checkpoint_is_the_one_that_is_kept(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([0.9, 0.1])
+    monkeypatch.setattr("monkeyjump.training.run._validate", lambda *args: {"mean": next(scores)})
+    run(recipe(recipe_file, tmp_path), test=False)
+    best = load_file(tmp_path / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors")
+    last = load_file(tmp_path / "checkpoints" / "checkpoint-8" / "adapter_model.safetensors")
+    assert same(weights(tmp_path), best)
+    assert not same(weights(tmp_path), last)
+
+
+def test_early_stopping(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monkeyjump.training.run._validate", lambda *args: {"mean": 0.5})
+    result = run(recipe(recipe_file, tmp_path, "train.max_steps=40", "train.patience=1"), test=False)
+    assert result.measurements["steps"] == 8
+
+
+def test_packed_and_padded_rows_train_the_same_tokens(recipe_file: Path, tmp_path: Path) -> None:
+    padded = run(recipe(recipe_file, tmp_path / "a", "train.max_steps=none", "train.epochs=1", "data.cap=8"), test=False)
+    packed = run(
+        recipe(recipe_file, tmp_path / "b", "train.max_steps=none", "train.epochs=1", "data.cap=8", "data.packing=true"),
+        test=False,
+    )
+    assert packed.measurements["steps"] < padded.measurements["steps"]
+    assert packed.parameters == padded.parameters
+
+
+def test_streaming_trains(recipe_file: Path, tmp_path: Path) -> None:
+    result = run(recipe(recipe_file, tmp_path, "data.streaming=true", "train.max_steps=4"), test=False)
+    assert result.measurements["steps"] == 4
+
+
+def test_a_user_task_of_ten_yaml_lines_trains_and_evaluates(recipe_file: Path, tmp_path: Path) -> None:
+    rows = [{"word": word, "kind": kind} for word, kind in [("oak", "tree"), ("cod", "fish"), ("elm", "tree"), ("eel", "fish")]]
+    for split in ("train", "test"):
+        lines = "\n".join(json.dumps({**row, "word": f"{row['word']} {i}"}) for i in range(12) for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(lines + "\n", encoding="utf-8")
+    task = tmp_path / "kinds.yaml"
+    task.write_text(
+        "name: kinds\nprompt: 'What is a {word}?'\noptions: [tree, fish]\nanswer: kind\n"
+        f"data:\n  train: {tmp_path / 'train.jsonl'}\n  test: {tmp_path / 'test.jsonl'}\n",
+        encoding="utf-8",
+    )
+    result = run(recipe(recipe_file, tmp_path / "run", f'tasks=["{task}"]'))
+    assert result.report is not None
+    assert [row.task for row in result.report.rows] == ["kinds"]
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Trainer._save_checkpoint
+
+    def full(self: Trainer, model: torch.nn.Module, trial: object) -> None:
+        save(self, model, trial)
+        if self.state.global_step == 8:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
+    with pytest.raises(ConfigError, match=r"could not be written.*No space left.*the previous one is whole.*--resume"):
+        run(recipe(recipe_file, tmp_path))
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert "checkpoint-8" not in left
+    assert "checkpoint-4" in left
+    monkeypatch.setattr(Trainer, "_save_checkpoint", save)
+    assert run(recipe(recipe_file, tmp_path), resume=True, test=False).measurements["steps"] == 8
+
+
+def test_nothing_to_resume_is_said(recipe_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        run(recipe(recipe_file, tmp_path), resume=True)
