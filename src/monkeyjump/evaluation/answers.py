@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from monkeyjump.tasks.task import LETTERS, AnswerFormat
 
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?")
-_LEADING_LETTER = re.compile(r"^[\s(\[\"'*]*([A-Z])(?:[\s)\]\"'*.:,]|$)")
+_LEADING_LETTER = re.compile(r"^[\s(\[\"'*]*([A-Z])(?:[)\]\"'*.:,]|\s*$)")  # not "A cat"
 _SAID_LETTER = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?\s*:?\s*[(\[\"'*]*([A-Z])\b", re.IGNORECASE)
 _EDGES = " \t\n\r.,;:!?\"'`*()[]"
 

@@ -35,7 +35,8 @@ th, td { padding: .42rem .75rem; text-align: right; white-space: nowrap; border-
 th { color: var(--soft); font-weight: 550; font-size: .82rem; }
 tr:last-child td { border-bottom: 0; }
 .l { text-align: left; }
-.plot { width: 34%; min-width: 13rem; }
+td, th { width: 1%; }
+.plot { width: auto; min-width: 13rem; padding-left: 1.25rem; }
 .range { display: block; color: var(--soft); font-size: .78rem; font-weight: 400; }
 tr.mean td { font-weight: 650; background: color-mix(in srgb, var(--track) 55%, transparent); }
 tr.family td { background: none; color: var(--soft); font-size: .8rem; font-weight: 600; letter-spacing: .05em;

@@ -20,6 +20,7 @@ def load_adapter(path: str | Path, base: str | None = None, dtype: Any = None, d
     tasks it was trained on stay with the model, for adapters that route by task.
     """
     from peft import PeftModel
+    from safetensors import SafetensorError
 
     folder = Path(path).expanduser()
     config = _adapter_config(folder)
@@ -32,7 +33,7 @@ def load_adapter(path: str | Path, base: str | None = None, dtype: Any = None, d
         adapted = PeftModel.from_pretrained(model, str(folder))
     except ConfigError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise _problem(
             f"{str(folder)!r} does not load onto base model {name!r}: {reason}. Save it again, or name its base model."

@@ -20,7 +20,8 @@ from monkeyjump.evaluation.metrics import Floats, Interval, percentile_interval
 from monkeyjump.evaluation.score import Prediction
 from monkeyjump.record import jsonable, write_atomic
 
-_NAME_WIDTH = 16  # longer names are cut in the 80-column table, nowhere else
+_WIDTH = 80  # of the table; names too long for it are cut there, nowhere else
+_SHORT = {"accuracy": "acc", "spearman": "rho", "exact_match": "exact"}
 _MEASURES = ("base", "adapter", "difference")
 
 
@@ -67,8 +68,8 @@ def mean_rows(
     A task without a score (NaN) is left out. Intervals redraw the examples within each task; the tasks are given.
     """
     families = {row.family: [other for other in rows if other.family == row.family] for row in rows}
-    means = [_mean_row("family", f"mean of {name}", name, members, replicates) for name, members in families.items()]
-    return means, _mean_row("overall", "mean of all", "", rows, replicates)
+    means = [_mean_row("family", f"{name} mean", name, members, replicates) for name, members in families.items()]
+    return means, _mean_row("overall", "overall mean", "", rows, replicates)
 
 
 def _mean_row(
@@ -171,7 +172,8 @@ class EvaluationReport:
         from rich.table import Table
 
         header, lines = table_cells(self)
-        table = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left", title_style="bold", pad_edge=False)
+        table = Table(title=self.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        table.show_edge, table.pad_edge, table.padding = False, False, (0, 0, 0, 1)  # two columns apart, none lost
         for position, column in enumerate(header):
             left = position < 2
             table.add_column(column, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
@@ -193,8 +195,8 @@ class EvaluationReport:
                 found.append(f"{row.task}: {row.dropped} examples do not fit max_length and were not scored.")
             if row.truncated:
                 found.append(f"{row.task}: the context of {row.truncated} examples was cut to fit max_length.")
-            if row.mode and row.mode != self.settings.get("mode", row.mode):
-                found.append(f"{row.task}: has no options and was scored in mode {row.mode}.")
+            if row.mode == "generate" and self.settings.get("mode") in ("letter", "text"):
+                found.append(f"{row.task}: has no options and was scored in mode generate.")
         return found
 
     def __str__(self) -> str:
@@ -220,12 +222,15 @@ def table_cells(report: EvaluationReport) -> tuple[list[str], list[list[str]]]:
         header += ["diff", "95 %"]
     lines = []
     for row in rows:
-        cells = [shortened(row.task, _NAME_WIDTH), row.metric.removesuffix("_match"), str(row.n)]
+        cells = [row.task, _SHORT.get(row.metric, row.metric), str(row.n)]
         cells += [percent(row.base)] if compared else []
         cells += [percent(row.score), span(row.interval)]
         if compared:
             cells += [percent(row.difference, signed=True), span(row.difference_interval, signed=True)]
         lines.append(cells)
+    others = [max(map(len, column)) + 2 for column in zip(header, *lines, strict=True)][1:]
+    for line in lines:
+        line[0] = shortened(line[0], max(8, _WIDTH - sum(others)))
     return header, lines
 
 
