@@ -1,3 +1,5 @@
+# PEFT and Transformers type their models as unions of tensors and modules, and folders as str; tests look inside.
+# mypy: disable-error-code="arg-type, attr-defined, call-overload, index, misc, operator, union-attr"
 """PEFT's promises about training and inference: checkpointing, copies, dtypes, generation."""
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ def test_deepcopy_is_independent(adapter: str) -> None:
         twin.generate(ids, max_new_tokens=4, do_sample=False),
         reference.generate(ids, max_new_tokens=4, do_sample=False),
     )
-    assert twin.get_base_model().generate.__self__ is twin.base_model.routing  # type: ignore[union-attr]
+    assert twin.get_base_model().generate.__self__ is twin.base_model.routing
 
 
 def test_deepcopy_hooks_see_the_copy(adapter: str) -> None:

@@ -1,3 +1,5 @@
+# PEFT and Transformers type their models as unions of tensors and modules, and folders as str; tests look inside.
+# mypy: disable-error-code="arg-type, attr-defined, call-overload, index, misc, operator, union-attr"
 """granularity='task': `task_ids` reach the router on every road into the model, and their absence is an error."""
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration, Trainer
 
 import monkeyjump as mj
+from monkeyjump.tuner.trace import RoutingTrace
 from tests.contract.common import logits, state_of, train
 from tests.contract.trainer_runs import arguments, rows
 from tests.helpers import ADAPTER_NAMES, adapted, disturb, lm_batch, mj_config, tiny_llama, token_ids, wrap
@@ -29,7 +32,7 @@ def native_model(adapter: str = "lora"):
     return model.eval()
 
 
-def assert_one_hot(trace: mj.tuner.trace.RoutingTrace, tasks: torch.Tensor) -> None:  # type: ignore[name-defined]
+def assert_one_hot(trace: RoutingTrace, tasks: torch.Tensor) -> None:
     for block in ("0", "1"):
         gates = trace.gates(block)
         assert torch.equal(gates, torch.eye(3)[tasks].unsqueeze(1).expand_as(gates))
@@ -134,9 +137,11 @@ def test_trainer_that_drops_the_column_says_what_to_set(tmp_path: Path) -> None:
 def test_encoder_decoder_generates_with_tasks() -> None:
     """The ids stay for every decoding step, also where no prompt width is known."""
     torch.manual_seed(0)
-    settings = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    settings: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
     base = T5ForConditionalGeneration(
-        T5Config(**settings, pad_token_id=0, eos_token_id=None, decoder_start_token_id=0, bos_token_id=None)
+        T5Config(
+            **settings | {"pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0, "bos_token_id": None}
+        )
     ).eval()
     config = mj_config(
         granularity="task", target_modules=["q", "k", "v"], shared_modules=None, task_type="SEQ_2_SEQ_LM"

@@ -124,7 +124,7 @@ class RoutingContext:
             width = None
         extras = kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
         with self.generating(width, *extras):
-            return type(self._model).generate(self._model, *args, **kwargs)  # type: ignore[operator]
+            return type(self._model).generate(self._model, *args, **kwargs)  # type: ignore[attr-defined]
 
     @contextmanager
     def generating(
