@@ -221,3 +221,34 @@ def test_orthogonality_loss_reaches_the_optimiser(tmp_path: Path, tokenizer) -> 
     ]
     for gradient, step in zip(expected, moved, strict=True):
         torch.testing.assert_close(step.detach(), gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("granularity", ["token", "sequence"])
+def test_preference_training_with_the_base_as_reference(granularity: str, tmp_path: Path, tokenizer) -> None:
+    """DPO switches the adapters off for its reference pass: one step is one count, checkpointing or not."""
+    states = []
+    generator = torch.Generator().manual_seed(2)
+    data = datasets.Dataset.from_list(
+        [{"prompt": words(4, generator), "chosen": words(3, generator), "rejected": words(3, generator)}] * 8
+    )
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = wrap(tiny_llama(), mj_config(granularity=granularity))
+        arguments = trl.DPOConfig(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            bf16=False,
+            max_length=32,
+            dataloader_pin_memory=False,
+            gradient_checkpointing=checkpointing,
+        )
+        trl.DPOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
+        states.append(state_of(model))
+    assert {int(v) for k, v in states[0].items() if "monkeyjump_step" in k} == {3}
+    assert_same(*states)
