@@ -24,7 +24,10 @@ class FakeRuns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, float, int, bool]] = []
         self.gates: list[float] = []
+        self.tested: list[str] = []
         monkeypatch.setattr(module, "run", self.run)
+        monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
+        monkeypatch.setattr(module, "test_report", self.test)
         monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
 
     def run(self, recipe: Recipe, *, overwrite: bool, test: bool) -> Any:
@@ -32,21 +35,28 @@ class FakeRuns:
         self.asked.append((recipe.method, lr, recipe.seed, test))
         if recipe.method.endswith("_uniform"):
             self.gates.append(recipe.adapter["uniform_gate"])
-        skill = {"lora": 0.6, "mjlora": 0.7}.get(recipe.method, 0.5) + 0.01 * recipe.seed
-        rows = [
-            SimpleNamespace(task=task, family=family, adapter=skill + bonus, base=0.4, n=10)
-            for task, family, bonus in (("sst2", "glue", 0.0), ("boolq", "commonsense", 0.1))
-        ]
         return SimpleNamespace(
             interrupted=False,
             best_validation=1.0 - abs(lr - 2e-3),
             parameters=SimpleNamespace(trainable=10, router=0),
             measurements={"steps": 5, "steps_per_second": 2.0, "peak_memory_bytes": None},
-            report=SimpleNamespace(mean=skill + 0.05, rows=rows) if test else None,
+            report=self.report(recipe) if test else None,
             model=None,
             tokenizer=None,
             tasks=[],
         )
+
+    def test(self, model: Any, tokenizer: Any, tasks: Any, recipe: Recipe) -> Any:
+        self.tested.append(recipe.method)
+        return self.report(recipe)
+
+    def report(self, recipe: Recipe) -> Any:
+        skill = {"lora": 0.6, "mjlora": 0.7}.get(recipe.method, 0.5) + 0.01 * recipe.seed
+        rows = [
+            SimpleNamespace(task=task, family=family, adapter=skill + bonus, base=0.4, n=10)
+            for task, family, bonus in (("sst2", "glue", 0.0), ("boolq", "commonsense", 0.1))
+        ]
+        return SimpleNamespace(mean=skill + 0.05, rows=rows)
 
 
 @pytest.fixture
@@ -58,7 +68,10 @@ def test_the_rate_is_chosen_on_validation_and_only_final_runs_see_test(fakes: Fa
     found = compare(load_recipe("quickstart"), ["lora"], [0, 1], [1e-3, 2e-3, 4e-3], tmp_path)
     assert found.best_lr("lora") == 2e-3
     assert [ask for ask in fakes.asked if not ask[3]] == [("lora", lr, 0, False) for lr in (1e-3, 2e-3, 4e-3)]
-    assert [ask for ask in fakes.asked if ask[3]] == [("lora", 2e-3, 0, True), ("lora", 2e-3, 1, True)]
+    assert [ask for ask in fakes.asked if ask[3]] == [("lora", 2e-3, 1, True)]
+    assert fakes.tested == ["lora"]  # the winner of the search is scored, not trained again
+    assert [cell.seed for cell in found.final] == [0, 1]
+    assert all("mean" in cell.metrics for cell in found.final)
 
 
 def test_a_stopped_comparison_goes_on_where_it_stopped(fakes: FakeRuns, tmp_path: Path) -> None:
@@ -98,7 +111,16 @@ def test_unknown_methods_stop_before_the_first_run(fakes: FakeRuns, tmp_path: Pa
 
 def test_compare_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
-    words = ["compare", str(recipe), "train.max_steps=4", "train.save_steps=4", "--methods", "lora,mjlora", "--seeds", "1"]
+    words = [
+        "compare",
+        str(recipe),
+        "train.max_steps=4",
+        "train.save_steps=4",
+        "--methods",
+        "lora,mjlora",
+        "--seeds",
+        "1",
+    ]
     assert main([*words, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     for part in ("lora", "mjlora_uniform", "trainable", "Difference to lora", "compare.json"):

@@ -36,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"monkeyjump.cli.{verb}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes a run of positional arguments in one place only; settings may stand anywhere
+    settings = [word for word in rest if "=" in word and not word.startswith("-")] if "overrides" in options else []
+    if len(settings) < len(rest):
+        parser.error(f"unknown arguments: {' '.join(word for word in rest if word not in settings)}")
+    if settings:
+        options.overrides = [*options.overrides, *settings]
     try:
         return options.run(options)
     except ConfigError as error:

@@ -19,10 +19,12 @@ import torch
 from monkeyjump import methods as presets
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import PairedDifference, paired_difference
+from monkeyjump.evaluation.run import EvaluationReport, load_adapter
 from monkeyjump.experiments.measure import measure_usage
-from monkeyjump.record import RunRecord, read_record, recording
+from monkeyjump.record import RunRecord, read_record, recording, write_record
+from monkeyjump.tasks import expand
 from monkeyjump.training.recipe import Recipe, recipe_from
-from monkeyjump.training.run import run
+from monkeyjump.training.run import run, test_report
 
 CELL = "record.json"
 
@@ -119,7 +121,10 @@ def _cell(comparison: Comparison, output: Path, method: str, lr: float, seed: in
     recipe = _cell_recipe(comparison, output, method, lr, seed)
     path = recipe.folder / CELL
     done = _finished(path, recipe, test)
-    if done is None:
+    if done is None and test and (searched := _finished(path, recipe, test=False)) is not None:
+        done = _tested(recipe, searched)
+        write_record(done, path)
+    elif done is None:
         print(f"\n{method}, learning rate {lr:g}, seed {seed}" + ("" if test else " (validation only)"), flush=True)
         with recording(path, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed) as done:
             done.metrics = _run_cell(recipe, test)
@@ -146,6 +151,26 @@ def _matched_gate(comparison: Comparison, routed: str) -> dict[str, float]:
     return {"uniform_gate": round(fmean(gates), 4)} if gates else {}
 
 
+def _tested(recipe: Recipe, searched: RunRecord) -> RunRecord:
+    """The run of the search that won, now scored on test: its adapter is there, it need not be trained again."""
+    device = "cuda" if torch.cuda.is_available() else None
+    dtype = torch.bfloat16 if device else torch.float32
+    model, tokenizer = load_adapter(recipe.folder / "adapter", base=recipe.model, dtype=dtype, device=device)
+    report = test_report(model, tokenizer, expand(recipe.tasks), recipe)
+    searched.metrics |= _test_metrics(report)
+    return searched
+
+
+def _test_metrics(report: EvaluationReport) -> dict[str, Any]:
+    return {
+        "mean": report.mean,
+        "tasks": {row.task: row.adapter for row in report.rows},
+        "base": {row.task: row.base for row in report.rows},
+        "families": {row.task: row.family for row in report.rows},
+        "rows": {row.task: row.n for row in report.rows},
+    }
+
+
 def _finished(path: Path, recipe: Recipe, test: bool) -> RunRecord | None:
     if not path.is_file():
         return None
@@ -167,11 +192,7 @@ def _run_cell(recipe: Recipe, test: bool) -> dict[str, Any]:
     usage = measure_usage(result.model, result.tokenizer, result.tasks, recipe, rows=32)
     metrics["mean_gate"] = None if usage is None else usage.mean_gate
     if result.report is not None:
-        metrics["mean"] = result.report.mean
-        metrics["tasks"] = {row.task: row.adapter for row in result.report.rows}
-        metrics["base"] = {row.task: row.base for row in result.report.rows}
-        metrics["families"] = {row.task: row.family for row in result.report.rows}
-        metrics["rows"] = {row.task: row.n for row in result.report.rows}
+        metrics |= _test_metrics(result.report)
     del result
     gc.collect()
     if torch.cuda.is_available():

@@ -88,16 +88,21 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     result.best_validation = trainer.state.best_metric or 0.0
     save_adapter(model, tokenizer, recipe)
     if test:
-        result.report = evaluate(
-            model,
-            tokenizer,
-            tasks,
-            split="test",
-            limit=recipe.evaluate.test_limit,
-            compare_base=recipe.evaluate.before,
-            **_scoring(recipe),
-        )
+        result.report = test_report(model, tokenizer, tasks, recipe)
     return result
+
+
+def test_report(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> EvaluationReport:
+    """Scores on the test split, as the recipe wants them."""
+    return evaluate(
+        model,
+        tokenizer,
+        tasks,
+        split="test",
+        limit=recipe.evaluate.test_limit,
+        compare_base=recipe.evaluate.before,
+        **_scoring(recipe),
+    )
 
 
 def save_adapter(model: nn.Module, tokenizer: Any, recipe: Recipe) -> Path:
