@@ -1,4 +1,4 @@
-"""Every kind of block list: identity at the start, gates and one projection recomputed by hand, save and load, training."""
+"""Every kind of block list: identity at the start, gates and projections by hand, save and load, training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def t5() -> PreTrainedModel:
             dropout_rate=0.0,
             decoder_start_token_id=0,
             pad_token_id=0,
-        )  # fmt: skip
+        )
     )
 
 

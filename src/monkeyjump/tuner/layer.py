@@ -12,7 +12,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import ADAPTERS, Adapter, Gate
-from monkeyjump.adapters.base import at_least_fp32
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.tuner.placement import linear_shape
 
@@ -32,7 +31,13 @@ class Fp32BufferDict(BufferDict):
         return super().__getitem__(key)
 
     def _apply(self, fn, recurse=True):
-        return super()._apply(at_least_fp32(fn), recurse)
+        """Move, never cast: not to bf16, and not to fp64 either, since routing is computed in fp32."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        return super()._apply(move, recurse)
 
 
 class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
