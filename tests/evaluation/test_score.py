@@ -146,7 +146,7 @@ def test_generation_equals_generate(tokenizer, examples, kind):
     model: Any = make_model() if kind is None else add_adapter(make_model(), **ADAPTERS[kind])
     encoder = Encoder(tokenizer, TASK_IDS, answer_format="letter")
     extras = {"task_ids": torch.tensor([1])} if kind else {}
-    examples = examples[::3]
+    examples = examples[::4]
     for prediction, item in zip(predict(model, encoder, examples, "generate"), examples, strict=True):
         prompt = encoder.prompt_ids(item)
         limit = max(len(encoder.target_ids(option)) for option in item.options) + 8
