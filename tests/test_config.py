@@ -23,11 +23,12 @@ def test_the_defaults_are_the_papers() -> None:
     }  # fmt: skip
     assert {name: getattr(config, name) for name in paper} == paper
     assert config.peft_type == "MONKEYJUMP"
-    assert config.peft_type.value == "MONKEYJUMP"
+    assert getattr(config.peft_type, "value", None) == "MONKEYJUMP"
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    config = mj.MonkeyJumpConfig(target_modules={"v_proj", "q_proj"}, layers_to_route=range(2), top_k=1)
+    loose: dict[str, Any] = {"target_modules": {"v_proj", "q_proj"}, "layers_to_route": range(2)}
+    config = mj.MonkeyJumpConfig(**loose, top_k=1)
     json.dumps(config.to_dict())
     config.save_pretrained(str(tmp_path))
     again = PeftConfig.from_pretrained(str(tmp_path))
@@ -93,7 +94,7 @@ def test_shared_modules_that_make_no_sense() -> None:
     with pytest.raises(mj.ConfigError, match=r"holds every target.*layers_to_route=\[\]"):
         mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules=TARGETS)
     with pytest.raises(mj.ConfigError, match=r"must be a list of names: write \['o_proj'\]"):
-        mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules="o_proj")
+        mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules="o_proj")  # type: ignore[arg-type]
     mj.MonkeyJumpConfig(target_modules=TARGETS, shared_modules=TARGETS, layers_to_route=[])
 
 

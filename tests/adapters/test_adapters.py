@@ -172,7 +172,7 @@ def orthogonality(model: nn.Module) -> torch.Tensor:
 
 
 def test_adalora_adds_its_orthogonality_to_the_returned_loss() -> None:
-    settings = {"adapter": "adalora", "r": 3}
+    settings: dict[str, Any] = {"adapter": "adalora", "r": 3}
     weighted, without = adapted(**settings, orth_reg_weight=0.7), adapted(**settings, orth_reg_weight=0.0)
     batch = lm_batch()
     losses = [model.train()(**batch).loss for model in (weighted, without)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_kmeans_sees_the_frozen_model(adapter: str) -> None:
     """The centres do not depend on the adapter's values: adapters are off while tokens are collected."""
     from tests.helpers import adapted, centers
 
-    config = {"adapter": adapter, "center_init": "kmeans", "r": 2}
+    config: dict[str, Any] = {"adapter": adapter, "center_init": "kmeans", "r": 2}
     fresh, trained = wrap(tiny_llama(), **config), adapted(tiny_llama(), **config)
     data = [lm_batch(batch=4, length=12, seed=s) for s in range(3)]
     for model in (fresh, trained):

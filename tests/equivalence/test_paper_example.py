@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -27,8 +29,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block()])
-        nn.init.zeros_(self.layers[0].one.weight)  # type: ignore[arg-type]
-        nn.init.zeros_(self.layers[0].two.weight)  # type: ignore[arg-type]
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, inputs_embeds: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         return self.layers[0](inputs_embeds, h)
@@ -40,14 +42,14 @@ def test_routing_doubles_the_rank_of_the_update(routed: bool) -> None:
         target_modules=["one", "two"], r=1, alpha=1.0, dropout=0.0, top_k=1, renormalize=True,
         center_init="random_normalized", layers_to_route=None if routed else [],
     )  # fmt: skip
-    model = get_peft_model(Model(), config).eval()  # type: ignore[arg-type]
+    model = get_peft_model(Model(), config).eval()
     one, two = (layer for layer in layers_of(model).values())
     with torch.no_grad():
         # dW1 = [[1, 0], [0, 0]], dW2 = [[0, 0], [-1, 0]]
         for layer, output in ((one, [1.0, 0.0]), (two, [0.0, -1.0])):
-            adapter = layer.monkeyjump_adapter["default"]
-            adapter.A.copy_(torch.tensor([[1.0, 0.0]]))  # type: ignore[union-attr, operator]
-            adapter.B.copy_(torch.tensor(output)[:, None])  # type: ignore[union-attr, operator]
+            adapter: Any = layer.monkeyjump_adapter["default"]
+            adapter.A.copy_(torch.tensor([[1.0, 0.0]]))
+            adapter.B.copy_(torch.tensor(output)[:, None])
         if routed:
             one.monkeyjump_center["default"].copy_(torch.tensor([1.0, 0.0]))
             two.monkeyjump_center["default"].copy_(torch.tensor([0.0, 1.0]))

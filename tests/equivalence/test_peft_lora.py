@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.helpers import TARGETS, adapted, gradients, layers_of, lm_batch, tiny_llama
 
-R, ALPHA = 3, 5.0
+R, ALPHA = 3, 5
 
 
 def peft_lora(model: PeftModel, targets: list[str], dropout: float, dtype: torch.dtype) -> PeftModel:

@@ -77,7 +77,7 @@ def test_a_new_process_continues_bit_for_bit(tmp_path: Path) -> None:
         if settings.get("center_init") == "kmeans":
             mj.initialize_centers(model, [lm_batch(seed=s) for s in range(4)], progress=False, restarts=2)
         go_on(model, case, 0, FIRST)
-        model.save_pretrained(tmp_path / case)
+        model.save_pretrained(str(tmp_path / case))
         saved = {k: v.clone() for k, v in snapshot(model).items()}
         assert any(v.abs().sum() > 0 for k, v in saved.items() if "staged_sum" in k)
         assert {int(v) for k, v in saved.items() if k.endswith("step")} == {FIRST}
@@ -97,7 +97,7 @@ def test_a_new_process_continues_bit_for_bit(tmp_path: Path) -> None:
 def test_what_a_saved_adapter_holds(tmp_path: Path) -> None:
     """Centres under documented keys, in fp32, also from a bf16 model; nothing of the base model."""
     model = adapted(tiny_llama().bfloat16())
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     state = load_file(tmp_path / "adapter_model.safetensors")
     assert "base_model.model.model.layers.1.self_attn.q_proj.monkeyjump_center" in state
     assert all(".monkeyjump_" in key for key in state)
@@ -112,7 +112,7 @@ def test_loading_into_a_half_precision_model_rounds_nothing(
 ) -> None:
     model = adapted(tiny_llama().to(dtype), ema_interval=1)
     train_steps(model, batches(2))
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     again = PeftModel.from_pretrained(tiny_llama().to(dtype), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
     assert_same(snapshot(model), snapshot(again))
     with torch.no_grad():

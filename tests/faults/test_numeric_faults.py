@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ class Synchronisations(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         if name.startswith(self.WAITING) or (name == "aten._to_copy.default" and (kwargs or {}).get("device")):
             self.found.append(name)
@@ -64,13 +65,13 @@ def test_b20_a_scaling_below_the_resolution_of_bf16_is_not_lost() -> None:
     base = tiny_llama().bfloat16()
     model = wrap(base, adapter="propulsion", target_modules=["q_proj"], shared_modules=None, top_k=1)
     layer = layers_of(model)["base_model.model.model.layers.0.self_attn.q_proj"]
-    adapter = layer.monkeyjump_adapter["default"]
+    adapter: Any = layer.monkeyjump_adapter["default"]
     with torch.no_grad():
-        adapter.offset.fill_(1.003 ** (1 / 15) - 1)  # type: ignore[union-attr, operator]
+        adapter.offset.fill_(1.003 ** (1 / 15) - 1)
         y = torch.randn(4000, 32).bfloat16()
-        delta = adapter.delta(y, y, None)  # type: ignore[union-attr, operator]
+        delta = adapter.delta(y, y, None)
         torch.testing.assert_close(delta.float(), 0.003 * y.float(), rtol=0.01, atol=0)
-        out = adapter(y, y, y, None)  # type: ignore[operator]
+        out = adapter(y, y, y, None)
     relative = ((out.double() - y.double()) * y.double().sign()).sum() / y.double().abs().sum()
     assert out.dtype == torch.bfloat16
     assert float(relative) == pytest.approx(0.003, rel=0.15)  # right on average, one rounding at a time
@@ -81,9 +82,7 @@ def test_b21_the_output_keeps_the_dtype_of_the_base_output(adapter: str) -> None
     model = adapted(adapter=adapter)
     reference = tiny_llama()
     for layer_path, layer in layers_of(model).items():
-        layer.register_forward_hook(
-            lambda module, args, output, path=layer_path: seen.__setitem__(path, output.dtype)  # type: ignore[misc]
-        )
+        layer.register_forward_hook(lambda module, args, output, path=layer_path: seen.__setitem__(path, output.dtype))
     seen: dict[str, torch.dtype] = {}
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         logits = model.eval()(**lm_batch()).logits
@@ -98,7 +97,8 @@ def test_b22_adalora_starts_as_the_identity() -> None:
         model = wrap(base, adapter="adalora", r=4)
         assert torch.equal(model(**lm_batch()).logits, expected)
     for layer in layers_of(model).values():
-        assert torch.count_nonzero(layer.monkeyjump_adapter["default"].diagonal) == 0  # type: ignore[arg-type]
+        adapter: Any = layer.monkeyjump_adapter["default"]
+        assert torch.count_nonzero(adapter.diagonal) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -209,10 +209,10 @@ class Stack(nn.Module):
 
 def test_b25_all_modules_of_a_name_are_adapted_and_flattened_tokens_keep_their_gates() -> None:
     torch.manual_seed(0)
-    stack = Stack()
+    stack: Any = Stack()
     x = torch.randn(2, 5, 8)
     model = adapted(
-        stack, target_modules=["proj"], shared_modules=None, top_k=1, task_type=None  # type: ignore[arg-type]
+        stack, target_modules=["proj"], shared_modules=None, top_k=1, task_type=None
     ).eval()  # fmt: skip
     paths = [path.removeprefix("base_model.model.") for path in layers_of(model)]
     assert paths == [f"layers.{i}.{part}.proj" for i in (0, 1) for part in "ab"]
@@ -223,8 +223,8 @@ def test_b25_all_modules_of_a_name_are_adapted_and_flattened_tokens_keep_their_g
     for i in (0, 1):
         for position, part in enumerate("ab"):
             layer = layers_of(model)[f"base_model.model.layers.{i}.{part}.proj"]
-            adapter = layer.monkeyjump_adapter["default"]
-            delta = expected @ adapter.A.T @ adapter.B.T * adapter.scaling  # type: ignore[union-attr, operator]
+            adapter: Any = layer.monkeyjump_adapter["default"]
+            delta = expected @ adapter.A.T @ adapter.B.T * adapter.scaling
             gate = trace.gates(str(i))[..., position : position + 1]
             expected = expected + layer.base_layer(expected) + gate * delta
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)

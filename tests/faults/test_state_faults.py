@@ -122,7 +122,7 @@ def test_b14_interval_and_stop_count_the_same_thing_and_the_counter_is_saved(tmp
     ]
     assert moved == [3, 5]  # the forward after each second one, until four have been counted
     assert steps(model) == {9}
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     again = PeftModel.from_pretrained(tiny_llama(), tmp_path, is_trainable=True)
     assert steps(again) == {9}
     frozen = centers(again)

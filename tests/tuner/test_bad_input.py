@@ -192,7 +192,7 @@ def test_a_model_without_adapter() -> None:
 
 def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "adapter"
-    adapted().save_pretrained(folder)
+    adapted().save_pretrained(str(folder))
     return folder
 
 

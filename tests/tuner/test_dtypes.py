@@ -111,7 +111,7 @@ def test_adapter_dtype_option_of_peft_does_not_round_the_adapter() -> None:
     from peft import get_peft_model
 
     model = get_peft_model(tiny_llama().bfloat16(), mj_config(), autocast_adapter_dtype=False)
-    assert_stored_in_fp32(model)  # type: ignore[arg-type]
+    assert_stored_in_fp32(model)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
