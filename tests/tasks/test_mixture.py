@@ -55,9 +55,9 @@ def test_caps_are_nested_and_seeded() -> None:
 
 def test_load_caps_and_numbers_tasks(tokenizer: Any) -> None:
     encoder = Encoder(tokenizer, max_length=400)
-    mixture = Mixture.load(tasks.expand("builtin"), encoder, caps={"opinion": 20, "shelf": 30, "lineup": 5})
+    mixture = Mixture.load(tasks.expand("builtin"), encoder, caps={"opinion": 20, "place": 30, "tense": 5})
     assert mixture.sizes[0] == 20
-    assert mixture.task_ids == {"opinion": 0, "agreement": 1, "shelf": 2, "quantifier": 3, "lineup": 4}
+    assert mixture.task_ids == {"opinion": 0, "agreement": 1, "place": 2, "quantifier": 3, "tense": 4}
     assert Counter(item.task_id for item in mixture)[2] == 30
     again = Mixture.load(tasks.expand("builtin"), Encoder(tokenizer, max_length=400), caps=5)
     assert again.sizes == [5] * 5
@@ -69,8 +69,8 @@ def test_bad_mixtures(tokenizer: Any) -> None:
     assert len(error.value.problems) == 3
     with pytest.raises(ConfigError, match=r"'smal' is not a task of this mixture. Did you mean 'small'"):
         Mixture(GROUPS, weights={"smal": 1.0})
-    with pytest.raises(ConfigError, match=r"caps\['shelf'\]=0 must be at least 1"):
-        Mixture.load(tasks.expand("shelf"), Encoder(tokenizer), caps=0)
+    with pytest.raises(ConfigError, match=r"caps\['place'\]=0 must be at least 1"):
+        Mixture.load(tasks.expand("place"), Encoder(tokenizer), caps=0)
 
 
 def test_bucketing_saves_padding_and_loses_nothing() -> None:
@@ -105,19 +105,19 @@ def test_packing_fits_and_loses_nothing() -> None:
 
 def test_streaming_is_the_same_data_in_a_seeded_order(tokenizer: Any) -> None:
     def run(**options: Any) -> list[list[int]]:
-        stream = StreamingMixture(tasks.expand("shelf,opinion"), Encoder(tokenizer), buffer_size=50, **options)
+        stream = StreamingMixture(tasks.expand("place,opinion"), Encoder(tokenizer), buffer_size=50, **options)
         return [item.input_ids for item in stream]
 
-    whole = Mixture.load(tasks.expand("shelf,opinion"), Encoder(tokenizer))
+    whole = Mixture.load(tasks.expand("place,opinion"), Encoder(tokenizer))
     assert sorted(run()) == sorted(item.input_ids for item in whole)
     assert run(seed=0) == run(seed=0)
     with pytest.raises(ConfigError, match=r"buffer_size=0"):
-        StreamingMixture(tasks.expand("shelf"), Encoder(tokenizer), buffer_size=0)
+        StreamingMixture(tasks.expand("place"), Encoder(tokenizer), buffer_size=0)
 
 
 def test_streaming_weights_and_repeat(tokenizer: Any) -> None:
     stream = StreamingMixture(
-        tasks.expand("shelf,opinion"), Encoder(tokenizer), weights={"opinion": 3.0}, repeat=True, buffer_size=10
+        tasks.expand("place,opinion"), Encoder(tokenizer), weights={"opinion": 3.0}, repeat=True, buffer_size=10
     )
     drawn = Counter(item.task_id for item, _ in zip(stream, range(4000), strict=False))
     assert 0.7 < drawn[1] / 4000 < 0.8
@@ -125,7 +125,7 @@ def test_streaming_weights_and_repeat(tokenizer: Any) -> None:
 
 
 def test_streaming_workers_share_the_work(tokenizer: Any) -> None:
-    stream = StreamingMixture(tasks.expand("shelf"), Encoder(tokenizer), buffer_size=20)
+    stream = StreamingMixture(tasks.expand("place"), Encoder(tokenizer), buffer_size=20)
     alone = [item.input_ids for item in stream]
     together = [item.input_ids for item in DataLoader(stream, batch_size=None, num_workers=2)]
     assert sorted(together) == sorted(alone)

@@ -5,11 +5,14 @@ the seed.
 
 | task | kind | what must be learned |
 |---|---|---|
-| opinion | sentiment with negation | "not" turns the judgement round |
+| opinion | sentiment | good or bad, by the adjective |
 | agreement | grammar | the verb agrees with the first noun, not with the nearest |
-| shelf | category membership | animals, food and tools each have a shelf; the prompt does not say which |
+| place | category membership | animals are in the stable, food in the kitchen, tools in the workshop |
 | quantifier | entailment | what "every", "no", "all", "none" say about one member |
-| lineup | word order | who is first, second or last in a list |
+| tense | time | past or future, by the form of the verb |
+
+Harder drafts were dropped because some 60 steps of 8 sequences, a quickstart, did not learn them: opinions turned round
+by "not", an arbitrary colour for each category, and who is first, second or last of three names.
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ Maker = Callable[[random.Random, words.Material], dict[str, Any]]
 
 
 def _opinion(rng: random.Random, material: words.Material) -> dict[str, Any]:
-    good, negated = rng.random() < 0.5, rng.random() < 0.5
+    good = rng.random() < 0.5
     adjective = rng.choice(material.praise if good else material.blame)
-    frame = rng.choice(material.negated_opinions if negated else material.opinions)
-    text = frame.format(noun=rng.choice(material.reviewed), adjective=adjective)
-    return {"text": text, "label": int(good != negated)}
+    text = rng.choice(material.opinions).format(noun=rng.choice(material.reviewed), adjective=adjective)
+    return {"text": text, "label": int(good)}
 
 
 def _agreement(rng: random.Random, material: words.Material) -> dict[str, Any]:
@@ -42,10 +44,10 @@ def _agreement(rng: random.Random, material: words.Material) -> dict[str, Any]:
     return {"text": text, "label": int(plural)}
 
 
-def _shelf(rng: random.Random, material: words.Material) -> dict[str, Any]:
-    shelf = rng.randrange(3)
-    word = rng.choice((material.animals, material.foods, material.tools)[shelf])
-    return {"text": rng.choice(material.shelves).format(word=word), "label": shelf}
+def _place(rng: random.Random, material: words.Material) -> dict[str, Any]:
+    kind = rng.randrange(3)
+    word = rng.choice((material.animals, material.foods, material.tools)[kind])
+    return {"text": rng.choice(material.places).format(word=word), "label": kind}
 
 
 def _quantifier(rng: random.Random, material: words.Material) -> dict[str, Any]:
@@ -58,25 +60,22 @@ def _quantifier(rng: random.Random, material: words.Material) -> dict[str, Any]:
     return {"text": f"{text} {question.format(one=noun[0], adjective=adjective)}", "label": int(yes)}
 
 
-def _lineup(rng: random.Random, material: words.Material) -> dict[str, Any]:
-    people = rng.sample(material.names, 3)
-    place = rng.randrange(3)
-    text = rng.choice(material.lineups).format(*people, place=("first", "second", "last")[place])
-    options = rng.sample(people, 3)
-    return {"text": text, "options": options, "label": options.index(people[place])}
+def _tense(rng: random.Random, material: words.Material) -> dict[str, Any]:
+    future = rng.random() < 0.5
+    base, past = rng.choice(material.verbs)
+    verb = f"{rng.choice(material.will)} {base}" if future else past
+    text = rng.choice(material.events).format(
+        name=rng.choice(material.names), verb=verb, noun=rng.choice(material.nouns)[0]
+    )
+    return {"text": text, "label": int(future)}
 
 
-def _fixed(options: tuple[str, ...], question: str = "") -> Callable[[Row], Example]:
+def _renderer(options: tuple[str, ...], question: str) -> Callable[[Row], Example]:
     def render(row: Row) -> Example:
         label = pick(row["label"], range(len(options)))
         return Example(question=f"{row['text']}{question}", options=options, label=label)
 
     return render
-
-
-def _own_options(row: Row) -> Example:
-    options = tuple(row["options"])
-    return Example(question=row["text"], options=options, label=pick(row["label"], range(len(options))))
 
 
 def _rows(name: str, make: Maker) -> Callable[[str, int], Sequence[Row]]:
@@ -96,12 +95,12 @@ def _rows(name: str, make: Maker) -> Callable[[str, int], Sequence[Row]]:
     return generate
 
 
-def _task(name: str, make: Maker, options: tuple[str, ...] | None, description: str, question: str = "") -> Task:
+def _task(name: str, make: Maker, options: tuple[str, ...], description: str, question: str = "") -> Task:
     return Task(
         name=name,
         family="builtin",
-        render=_fixed(options, question) if options else _own_options,
-        fields=("text", "label") if options else ("text", "options", "label"),
+        render=_renderer(options, question),
+        fields=("text", "label"),
         source=GeneratedSource(_rows(name, make)),
         options=options,
         description=description,
@@ -109,9 +108,9 @@ def _task(name: str, make: Maker, options: tuple[str, ...] | None, description: 
 
 
 BUILTIN_TASKS: tuple[Task, ...] = (
-    _task("opinion", _opinion, ("bad", "good"), "sentiment with negation", " Good or bad?"),
+    _task("opinion", _opinion, ("bad", "good"), "sentiment of a short remark", " Good or bad?"),
     _task("agreement", _agreement, ("is", "are"), "subject-verb agreement past a misleading noun"),
-    _task("shelf", _shelf, ("red", "green", "blue"), "category membership, by a rule the prompt does not tell"),
+    _task("place", _place, ("stable", "kitchen", "workshop"), "where things of a kind are found"),
     _task("quantifier", _quantifier, ("no", "yes"), "what a quantified sentence says about one member"),
-    _task("lineup", _lineup, None, "who stands where in a list of names"),
+    _task("tense", _tense, ("past", "future"), "when something happens", " Past or future?"),
 )

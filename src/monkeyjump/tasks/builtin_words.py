@@ -13,6 +13,12 @@ def _nouns(text: str) -> tuple[Noun, ...]:
     return tuple((one, many) for one, many in pairs)
 
 
+def _verbs(text: str) -> tuple[tuple[str, str], ...]:
+    """ "open close/closed" -> (("open", "opened"), ("close", "closed"))."""
+    pairs = (word.split("/") if "/" in word else (word, word + "ed") for word in text.split())
+    return tuple((base, past) for base, past in pairs)
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -25,19 +31,20 @@ class Material:
     blame: tuple[str, ...]
     reviewed: tuple[str, ...]
     opinions: tuple[str, ...]
-    negated_opinions: tuple[str, ...]
     nouns: tuple[Noun, ...]
     states: tuple[str, ...]
     agreements: tuple[str, ...]
     animals: tuple[str, ...]
     foods: tuple[str, ...]
     tools: tuple[str, ...]
-    shelves: tuple[str, ...]
+    places: tuple[str, ...]
     all_of: tuple[str, ...]
     none_of: tuple[str, ...]
     members: tuple[str, ...]
     names: tuple[str, ...]
-    lineups: tuple[str, ...]
+    verbs: tuple[tuple[str, str], ...]  # base form, past
+    will: tuple[str, ...]
+    events: tuple[str, ...]
 
 
 TRAIN = Material(
@@ -57,12 +64,6 @@ TRAIN = Material(
         "I thought the {noun} was {adjective}.",
         "What a {adjective} {noun} that was!",
         "Everyone called the {noun} {adjective}.",
-    ),
-    negated_opinions=(
-        "The {noun} was not {adjective}.",
-        "I did not think the {noun} was {adjective}.",
-        "That was not a {adjective} {noun}.",
-        "Nobody called the {noun} {adjective}.",
     ),
     nouns=_nouns(
         "key door letter lamp chair pencil bottle ticket window basket mirror button carpet ladder wagon candle "
@@ -87,20 +88,22 @@ TRAIN = Material(
         "sandpaper nail scissors ladder ruler welder broom tape-measure paintbrush pitchfork bolt lathe "
         "wheelbarrow screw hatchet"
     ),
-    shelves=(
-        "Which shelf is for the word {word}?",
-        "Where does {word} go?",
-        "The card says {word}. Which shelf?",
-        "Sort this word: {word}.",
+    places=(
+        "Where would you look for {word}?",
+        "Where does {word} belong?",
+        "Someone mentions {word}. Where is it?",
+        "Choose the right place for {word}.",
     ),
     all_of=("Every {one} is {adjective}.", "All of the {many} are {adjective}.", "Each {one} is {adjective}."),
     none_of=("No {one} is {adjective}.", "None of the {many} are {adjective}.", "Not one {one} is {adjective}."),
     members=("Is this {one} {adjective}?", "Is the first {one} {adjective}?"),
     names=_words("Anna Boris Clara David Elena Frank Greta Hugo Irene Jonas Karin Leo Mona Nils Olga Peter"),
-    lineups=(
-        "{0}, {1} and {2} stand in line. Who is {place}?",
-        "In the race {0} led, then {1}, then {2}. Who was {place}?",
-        "The list reads {0}, {1}, {2}. Which name is {place}?",
+    verbs=_verbs("paint clean open close/closed push move/moved carry/carried order repair borrow watch count"),
+    will=("will", "is going to"),
+    events=(
+        "{name} {verb} the {noun}.",
+        "In the morning {name} {verb} the {noun}.",
+        "With some help {name} {verb} the {noun}.",
     ),
 )
 
@@ -109,10 +112,6 @@ TEST = Material(
     blame=_words("dismal atrocious lousy hideous appalling dreary disgusting pathetic mediocre ghastly"),
     reviewed=_words("film meal camera beach festival sofa bicycle theatre library sandwich speech cottage"),
     opinions=("My sister found the {noun} {adjective}.", "To be honest, this {noun} seemed {adjective}."),
-    negated_opinions=(
-        "My sister did not find the {noun} {adjective}.",
-        "To be honest, this {noun} did not seem {adjective}.",
-    ),
     nouns=_nouns(
         "clock table coin kettle pillow guitar bucket sweater marble ribbon bench/benches glass/glasses leaf/leaves"
     ),
@@ -133,17 +132,16 @@ TEST = Material(
         "mallet tweezers hacksaw hoe sickle sander pickaxe toolbox soldering-iron spade sledgehammer handsaw tongs "
         "plunger toolkit machete stapler jackhammer grinder blowtorch"
     ),
-    shelves=(
-        "A box labelled {word} arrives. Pick its shelf.",
-        "On what shelf would you put {word}?",
-        "Someone brings {word}. What colour of shelf?",
+    places=(
+        "In which room do you find {word}?",
+        "What is the usual home of {word}?",
+        "They are searching for {word}. What should they visit?",
     ),
     all_of=("Without exception the {many} are {adjective}.", "Any {one} at all is {adjective}."),
     none_of=("There is no {one} that is {adjective}.", "The {many} are never {adjective}."),
     members=("Would the next {one} be {adjective}?", "Is that {one} {adjective}?"),
     names=_words("Quentin Rosa Simon Tilda Ulrich Vera Walter Xenia Yusuf Zoe Marta Oscar"),
-    lineups=(
-        "{0} arrived, later {1}, and finally {2}. Who came {place}?",
-        "Seats from left to right: {0}, {1}, {2}. Who sits {place}?",
-    ),
+    verbs=_verbs("wash pull sell/sold lift polish hide/hid drop/dropped inspect"),
+    will=("will", "shall"),
+    events=("After lunch {name} {verb} a {noun}.", "As agreed, {name} {verb} another {noun}."),
 )
