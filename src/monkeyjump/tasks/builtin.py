@@ -11,8 +11,9 @@ the seed.
 | quantifier | entailment | what "every", "no", "all", "none" say about one member |
 | tense | time | past or future, by the form of the verb |
 
-Harder drafts were dropped because some 60 steps of 8 sequences, a quickstart, did not learn them: opinions turned round
-by "not", an arbitrary colour for each category, and who is first, second or last of three names.
+Two more, the family `builtin_hard`, are not learned by a quickstart of some 60 steps of 8 sequences and leave room for
+longer runs: `shelf` (a colour for each category, which the prompt does not tell) and `lineup` (who is first, second or
+last of three names).
 """
 
 from __future__ import annotations
@@ -70,10 +71,25 @@ def _tense(rng: random.Random, material: words.Material) -> dict[str, Any]:
     return {"text": text, "label": int(future)}
 
 
-def _renderer(options: tuple[str, ...], question: str) -> Callable[[Row], Example]:
+def _shelf(rng: random.Random, material: words.Material) -> dict[str, Any]:
+    kind = rng.randrange(3)
+    word = rng.choice((material.animals, material.foods, material.tools)[kind])
+    return {"text": rng.choice(material.shelves).format(word=word), "label": kind}
+
+
+def _lineup(rng: random.Random, material: words.Material) -> dict[str, Any]:
+    people = rng.sample(material.names, 3)
+    place = rng.randrange(3)
+    text = rng.choice(material.lineups).format(*people, place=("first", "second", "last")[place])
+    options = rng.sample(people, 3)
+    return {"text": text, "options": options, "label": options.index(people[place])}
+
+
+def _renderer(options: tuple[str, ...] | None, question: str) -> Callable[[Row], Example]:
     def render(row: Row) -> Example:
-        label = pick(row["label"], range(len(options)))
-        return Example(question=f"{row['text']}{question}", options=options, label=label)
+        offered = options or tuple(row["options"])
+        label = pick(row["label"], range(len(offered)))
+        return Example(question=f"{row['text']}{question}", options=offered, label=label)
 
     return render
 
@@ -95,12 +111,19 @@ def _rows(name: str, make: Maker) -> Callable[[str, int], Sequence[Row]]:
     return generate
 
 
-def _task(name: str, make: Maker, options: tuple[str, ...], description: str, question: str = "") -> Task:
+def _task(
+    name: str,
+    make: Maker,
+    options: tuple[str, ...] | None,
+    description: str,
+    question: str = "",
+    family: str = "builtin",
+) -> Task:
     return Task(
         name=name,
-        family="builtin",
+        family=family,
         render=_renderer(options, question),
-        fields=("text", "label"),
+        fields=("text", "label") if options else ("text", "options", "label"),
         source=GeneratedSource(_rows(name, make)),
         options=options,
         description=description,
@@ -113,4 +136,8 @@ BUILTIN_TASKS: tuple[Task, ...] = (
     _task("place", _place, ("stable", "kitchen", "workshop"), "where things of a kind are found"),
     _task("quantifier", _quantifier, ("no", "yes"), "what a quantified sentence says about one member"),
     _task("tense", _tense, ("past", "future"), "when something happens", " Past or future?"),
+    _task(
+        "shelf", _shelf, ("red", "green", "blue"), "category by a rule the prompt does not tell", family="builtin_hard"
+    ),
+    _task("lineup", _lineup, None, "who stands where in a list of names", family="builtin_hard"),
 )

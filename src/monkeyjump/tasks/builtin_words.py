@@ -38,6 +38,8 @@ class Material:
     foods: tuple[str, ...]
     tools: tuple[str, ...]
     places: tuple[str, ...]
+    shelves: tuple[str, ...]
+    lineups: tuple[str, ...]
     all_of: tuple[str, ...]
     none_of: tuple[str, ...]
     members: tuple[str, ...]
@@ -94,6 +96,17 @@ TRAIN = Material(
         "Someone mentions {word}. Where is it?",
         "Choose the right place for {word}.",
     ),
+    shelves=(
+        "Which shelf is for the word {word}?",
+        "Where does {word} go?",
+        "The card says {word}. Which shelf?",
+        "Sort this word: {word}.",
+    ),
+    lineups=(
+        "{0}, {1} and {2} stand in line. Who is {place}?",
+        "In the race {0} led, then {1}, then {2}. Who was {place}?",
+        "The list reads {0}, {1}, {2}. Which name is {place}?",
+    ),
     all_of=("Every {one} is {adjective}.", "All of the {many} are {adjective}.", "Each {one} is {adjective}."),
     none_of=("No {one} is {adjective}.", "None of the {many} are {adjective}.", "Not one {one} is {adjective}."),
     members=("Is this {one} {adjective}?", "Is the first {one} {adjective}?"),
@@ -136,6 +149,15 @@ TEST = Material(
         "In which room do you find {word}?",
         "What is the usual home of {word}?",
         "They are searching for {word}. What should they visit?",
+    ),
+    shelves=(
+        "A box labelled {word} arrives. Pick its shelf.",
+        "On what shelf would you put {word}?",
+        "Someone brings {word}. What colour of shelf?",
+    ),
+    lineups=(
+        "{0} arrived, later {1}, and finally {2}. Who came {place}?",
+        "Seats from left to right: {0}, {1}, {2}. Who sits {place}?",
     ),
     all_of=("Without exception the {many} are {adjective}.", "Any {one} at all is {adjective}."),
     none_of=("There is no {one} that is {adjective}.", "The {many} are never {adjective}."),
