@@ -67,7 +67,7 @@ def test_gold_answers() -> None:
         praised = any(word in example.question for word in builtin_words.TEST.praise)
         assert example.answer == ("good" if praised else "bad"), example.question
     for example in tasks.load_examples(tasks.get("tense"), "test"):
-        assert example.answer == ("future" if re.search("will|shall", example.question) else "past"), example.question
+        assert example.answer == ("future" if " will " in example.question else "past"), example.question
     for example in tasks.load_examples(tasks.get("quantifier"), "test"):
         assert example.answer == ("no" if re.search(r"\bno\b|never", example.question) else "yes"), example.question
     for example in tasks.load_examples(tasks.get("place"), "test"):

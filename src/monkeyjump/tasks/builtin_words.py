@@ -95,6 +95,7 @@ TRAIN = Material(
         "Where does {word} belong?",
         "Someone mentions {word}. Where is it?",
         "Choose the right place for {word}.",
+        "We talk about {word}. Name the building.",
     ),
     shelves=(
         "Which shelf is for the word {word}?",
@@ -117,6 +118,7 @@ TRAIN = Material(
         "{name} {verb} the {noun}.",
         "In the morning {name} {verb} the {noun}.",
         "With some help {name} {verb} the {noun}.",
+        "Quietly {name} {verb} the {noun}.",
     ),
 )
 
@@ -146,7 +148,7 @@ TEST = Material(
         "plunger toolkit machete stapler jackhammer grinder blowtorch"
     ),
     places=(
-        "In which room do you find {word}?",
+        "You want to see {word}. Which way do you go?",
         "What is the usual home of {word}?",
         "They are searching for {word}. What should they visit?",
     ),
@@ -164,6 +166,6 @@ TEST = Material(
     members=("Would the next {one} be {adjective}?", "Is that {one} {adjective}?"),
     names=_words("Quentin Rosa Simon Tilda Ulrich Vera Walter Xenia Yusuf Zoe Marta Oscar"),
     verbs=_verbs("wash pull sell/sold lift polish hide/hid drop/dropped inspect"),
-    will=("will", "shall"),
-    events=("After lunch {name} {verb} a {noun}.", "As agreed, {name} {verb} another {noun}."),
+    will=("will",),
+    events=("After lunch {name} {verb} a {noun}.", "At home {name} {verb} another {noun}."),
 )
