@@ -7,8 +7,6 @@ a real member, once.
 
 from __future__ import annotations
 
-from typing import cast
-
 from peft.utils.peft_types import PeftType
 
 NAME = "MONKEYJUMP"
@@ -26,7 +24,7 @@ def extend_peft_types(name: str) -> PeftType:
     PeftType._member_map_[name] = member
     PeftType._value2member_map_[name] = member
     type.__setattr__(PeftType, name, member)
-    return cast(PeftType, member)
+    return member
 
 
 PEFT_TYPE = extend_peft_types(NAME)

@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monkeyjump as mj
-from monkeyjump.tuner import calibrate
-from monkeyjump.tuner.calibrate import Reservoir
+from monkeyjump.tuner.sample import OVERSAMPLE, Reservoir
 from tests.helpers import (
     ADAPTER_NAMES,
     adapted,
@@ -158,7 +157,7 @@ def test_b24_the_sample_reaches_beyond_the_first_batches() -> None:
         model, (lm_batch(4, 10, seed=s) for s in range(100)), num_tokens=100, progress=False, restarts=2
     )
     assert report.tokens_kept == 100
-    assert report.tokens_read == calibrate.OVERSAMPLE * 100
+    assert report.tokens_read == OVERSAMPLE * 100
 
 
 def order_of_modules() -> str:

@@ -58,7 +58,7 @@ def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_fil
     killed = train_process(recipe_file, tmp_path / "killed", "train.max_steps=14")
     wait_for_step(killed, tmp_path / "killed", 4)
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.communicate()
     assert not (tmp_path / "killed" / "adapter").exists()
     resumed = train_process(recipe_file, tmp_path / "killed", "train.max_steps=14", "--resume")
     text, _ = resumed.communicate(timeout=300)
@@ -70,22 +70,22 @@ def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_fil
 
 
 def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_resume(recipe_file: Path, tmp_path: Path) -> None:
-    process = train_process(recipe_file, tmp_path, "train.max_steps=2000", "train.eval_steps=2000", "train.save_steps=2")
+    process = train_process(recipe_file, tmp_path, "train.max_steps=2000", "train.eval_steps=2", "train.save_steps=2")
     wait_for_step(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 130, text
     assert "go on with: monkeyjump train" in text
     assert "--resume" in text
-    with pytest.raises(ConfigError, match="unfinished run.*--resume"):
+    with pytest.raises(ConfigError, match=r"unfinished run.*--resume"):
         run(recipe(recipe_file, tmp_path))
 
 
 def test_training_learns_saves_and_reports(recipe_file: Path, tmp_path: Path) -> None:
     result = run(recipe(recipe_file, tmp_path, "train.max_steps=30"))
     losses = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    first, last = [log["loss"] for log in losses if "loss" in log][:1], [log["loss"] for log in losses if "loss" in log][-1:]
-    assert last < first
+    curve = [log["loss"] for log in losses if "loss" in log]
+    assert curve[-1] < curve[0]
     assert any("router/load_entropy" in log for log in losses)
     assert result.report is not None
     assert [row.task for row in result.report.rows] == ["opinion", "shelf"]
@@ -95,7 +95,9 @@ def test_training_learns_saves_and_reports(recipe_file: Path, tmp_path: Path) ->
     assert again.method == "mjlora"
 
 
-def test_the_best_checkpoint_is_the_one_that_is_kept(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_the_one_that_is_kept(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores = iter([0.9, 0.1])
     monkeypatch.setattr("monkeyjump.training.run._validate", lambda *args: {"mean": next(scores)})
     run(recipe(recipe_file, tmp_path), test=False)
@@ -112,11 +114,9 @@ def test_early_stopping(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_packed_and_padded_rows_train_the_same_tokens(recipe_file: Path, tmp_path: Path) -> None:
-    padded = run(recipe(recipe_file, tmp_path / "a", "train.max_steps=none", "train.epochs=1", "data.cap=8"), test=False)
-    packed = run(
-        recipe(recipe_file, tmp_path / "b", "train.max_steps=none", "train.epochs=1", "data.cap=8", "data.packing=true"),
-        test=False,
-    )
+    epoch = ("train.max_steps=none", "train.epochs=1", "data.cap=8")
+    padded = run(recipe(recipe_file, tmp_path / "a", *epoch), test=False)
+    packed = run(recipe(recipe_file, tmp_path / "b", *epoch, "data.packing=true"), test=False)
     assert packed.measurements["steps"] < padded.measurements["steps"]
     assert packed.parameters == padded.parameters
 
@@ -127,7 +127,8 @@ def test_streaming_trains(recipe_file: Path, tmp_path: Path) -> None:
 
 
 def test_a_user_task_of_ten_yaml_lines_trains_and_evaluates(recipe_file: Path, tmp_path: Path) -> None:
-    rows = [{"word": word, "kind": kind} for word, kind in [("oak", "tree"), ("cod", "fish"), ("elm", "tree"), ("eel", "fish")]]
+    kinds = {"oak": "tree", "cod": "fish", "elm": "tree", "eel": "fish"}
+    rows = [{"word": word, "kind": kind} for word, kind in kinds.items()]
     for split in ("train", "test"):
         lines = "\n".join(json.dumps({**row, "word": f"{row['word']} {i}"}) for i in range(12) for row in rows)
         (tmp_path / f"{split}.jsonl").write_text(lines + "\n", encoding="utf-8")

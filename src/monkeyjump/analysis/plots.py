@@ -8,7 +8,7 @@ from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError
 
 
-def _pyplot():  # type: ignore[no-untyped-def]
+def _pyplot():
     try:
         import matplotlib
     except ImportError:

@@ -28,7 +28,7 @@ class ExpertUsage:
 
     @property
     def mean_gate(self) -> float:
-        """Over all tasks, blocks and experts, zeros included: the constant gate that matches this routing in strength."""
+        """Over all tasks, blocks and experts, zeros included: the constant gate of the same strength."""
         values = [gate for loads in self.loads.values() for load in loads.values() for gate in load.mean_gate]
         return sum(values) / len(values) if values else 1.0
 

@@ -61,7 +61,7 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
                 {"method": c.method, "lr": c.lr, "seed": c.seed, "validation": c.metrics["validation"]}
                 for c in comparison.searched
             ],
-            "results": {label: values for label, values in rows},
+            "results": dict(rows),
             "base": comparison.final[0].metrics.get("base"),
             "test_rows": comparison.final[0].metrics.get("rows"),
             "costs": {method: costs(comparison, method) for method in comparison.methods},

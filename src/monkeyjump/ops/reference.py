@@ -121,7 +121,7 @@ class SeededDropoutLinear(torch.autograd.Function):
         ctx.x_shape, ctx.x_dtype, ctx.dropout = x.shape, x.dtype, dropout
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx, grad):
         A, seed = ctx.saved_tensors
         # d x = mask * (A^T d z) / (1 - p)
         grad_x = (grad @ A.to(grad.dtype)).to(ctx.x_dtype) * keep_mask(ctx.x_shape, seed, ctx.dropout)

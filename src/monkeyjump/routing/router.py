@@ -61,7 +61,7 @@ def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> to
 
 
 def task_gates(task_ids: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
-    """Oracle routing: every token goes to its task's expert with gate 1. task_ids [B, 1] or [B, T] -> [B, 1 or T, E]."""
+    """Oracle routing: a token goes to its task's expert with gate 1. task_ids [B, 1 or T] -> [B, 1 or T, E]."""
     if config.task_experts is None:
         expert = task_ids % experts
     else:

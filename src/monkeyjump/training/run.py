@@ -220,7 +220,7 @@ def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recip
         progress=False,
         **_scoring(recipe),
     )
-    return {"mean": report.mean, **{row.task: row.adapter for row in report.rows}}
+    return {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
 
 
 def _measurements(trainer: TaskTrainer, seconds: float) -> dict[str, Any]:

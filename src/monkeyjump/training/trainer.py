@@ -48,7 +48,7 @@ class TaskTrainer(Trainer):
             args=arguments,
             data_collator=collator,
             train_dataset=data,
-            eval_dataset=[],  # type: ignore[arg-type]
+            eval_dataset=[],
             callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
@@ -59,14 +59,14 @@ class TaskTrainer(Trainer):
             return super().get_train_dataloader()
         loader = DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
-            batch_sampler=self._sampler,  # type: ignore[arg-type]
+            batch_sampler=self._sampler,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
         )
         return self.accelerator.prepare(loader)
 
-    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:  # type: ignore[override]
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         model = self.accelerator.unwrap_model(self.model)
         was_training = model.training
         model.eval()
@@ -80,9 +80,10 @@ class TaskTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            partial = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            folder = Path(str(self.args.output_dir))
+            partial = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             shutil.rmtree(partial, ignore_errors=True)
-            left = sorted(Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+            left = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
             where = f"the previous one is whole: {left[-1]}" if left else "there is no earlier one"
             raise ConfigError(
                 f"the checkpoint of step {self.state.global_step} could not be written ({error}); {where}. Free some "

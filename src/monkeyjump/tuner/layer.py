@@ -16,7 +16,8 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.tuner.placement import linear_shape
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.gating import BlockRouter, RoutingContext
+    from monkeyjump.tuner.block import BlockRouter
+    from monkeyjump.tuner.context import RoutingContext
 
 UNINITIALIZED = -1  # value of `monkeyjump_step` while the centres wait for `initialize_centers`
 

@@ -19,7 +19,7 @@ from monkeyjump.adapters import ADAPTERS, Adapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.calibrate import draw_random_centers
-from monkeyjump.tuner.gating import RoutingContext
+from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import DEFAULT_TARGETS, Placement, place
 

@@ -129,9 +129,7 @@ def _name_problems(
     return found
 
 
-def _layer_problems(
-    modules: dict[str, nn.Module], homes: dict[str, str | None], config: MonkeyJumpConfig
-) -> list[str]:
+def _layer_problems(modules: dict[str, nn.Module], homes: dict[str, str | None], config: MonkeyJumpConfig) -> list[str]:
     linears = (_block_of(path, modules) for path, module in modules.items() if _is_linear(module))
     blocks = {
         "layers_to_transform": ("the model's blocks", sorted({block_index(home) for home in linears if home})),

@@ -1,0 +1,184 @@
+"""One block: the hidden state that enters it becomes gates, which its projections read.
+
+Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.routing.router import Decision, route, task_gates, uniform_gates
+from monkeyjump.tuner.inputs import expanded_rows, hidden_states, in_backward, real_tokens
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.placement import Block
+
+if TYPE_CHECKING:
+    from monkeyjump.tuner.group import BlockGroup
+
+REMEMBERED = 8  # training forwards a block keeps the gates of, for recomputation in a later backward
+
+
+class BlockRouter:
+    """The gates of one block."""
+
+    def __init__(self, group: BlockGroup, block: Block, module: nn.Module) -> None:
+        self.group = group
+        self.key = block.key
+        self.path = block.path
+        self.names: dict[str, tuple[str, ...]] = {}  # adapter name -> its experts, in order
+        self.configs: dict[str, MonkeyJumpConfig] = {}
+        self.layers: dict[str, list[MonkeyJumpLayer]] = {}
+        self.gates: dict[str, torch.Tensor] = {}
+        self.remembered: dict[tuple[str, int], torch.Tensor] = {}
+        self.shape: tuple[int, int] = (0, 0)
+        self._handles = [
+            module.register_forward_pre_hook(self.before, with_kwargs=True),
+            module.register_forward_hook(self.after),
+        ]
+
+    def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
+        self.names[adapter_name] = block.names
+        self.configs[adapter_name] = config
+        self.layers[adapter_name] = layers
+        for position, layer in enumerate(layers):
+            layer.routers[adapter_name] = (self, position)
+
+    def forget(self, adapter_name: str) -> None:
+        for table in (self.names, self.configs, self.layers, self.gates):
+            table.pop(adapter_name, None)
+        self.group.initialized.discard(adapter_name)
+
+    def active(self) -> list[str]:
+        return [
+            name
+            for name, layers in self.layers.items()
+            if name in layers[0].active_adapters and not layers[0].disable_adapters and not layers[0].merged
+        ]
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        h = hidden_states(args, kwargs, self.path)
+        self.shape = (h.shape[0], h.shape[1])
+        collector = self.group.context.collector
+        if collector is not None:
+            collector.observe(self, h)
+        recomputing = in_backward()
+        for name in self.active():
+            gates = self._recall(name, h) if recomputing else None
+            if gates is None:
+                gates = self._decide(name, h, module.training)
+                self._remember(name, h, gates)
+            self.gates[name] = gates
+            trace = self.group.context.trace
+            if trace is not None and not recomputing:
+                mask = real_tokens(self.group.arguments.get("attention_mask"), h.shape[:2])
+                trace.record(self.key, name, self.names[name], gates.expand(*h.shape[:2], -1), mask)
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.gates = {}
+
+    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+        """The gate of the tokens of x, [..., 1]."""
+        if adapter_name not in self.gates:
+            raise RuntimeError(
+                f"a routed projection of block {self.path!r} ran outside its block: call the whole block, which "
+                "computes the gates."
+            )
+        gate = self.gates[adapter_name][..., position]
+        if x.dim() == 2 and gate.dim() == 2:  # a module that flattens its tokens
+            gate = gate.expand(self.shape).reshape(-1)
+        if x.shape[:-1] != gate.shape and not (gate.dim() == 2 and gate.shape[1] == 1 and x.shape[0] == gate.shape[0]):
+            expert = self.names[adapter_name][position]
+            raise ConfigError(
+                f"projection {expert!r} of block {self.path!r} sees tokens of shape {tuple(x.shape[:-1])}, but the "
+                f"block was entered by {tuple(self.shape)}: it cannot be routed token by token. Add it to "
+                "shared_modules, or use granularity='sequence' or 'task'."
+            )
+        return gate.unsqueeze(-1).to(x.device)
+
+    def _remember(self, name: str, h: torch.Tensor, gates: torch.Tensor) -> None:
+        """Keep the gates of a training forward for its recomputation under gradient checkpointing.
+
+        Between the two, another forward may have moved the centres and brought another mask. The key is the memory of
+        h: checkpointing keeps h alive until it recomputes, so no later tensor can have taken its place.
+        """
+        if self.group.staging and not torch.compiler.is_compiling():
+            while len(self.remembered) >= REMEMBERED:
+                self.remembered.pop(next(iter(self.remembered)))
+            self.remembered.pop((name, h.data_ptr()), None)
+            self.remembered[name, h.data_ptr()] = gates
+
+    def _recall(self, name: str, h: torch.Tensor) -> torch.Tensor | None:
+        gates = self.remembered.get((name, h.data_ptr()))
+        if gates is not None and self.configs[name].jitter > 0:
+            self._route(name, h, training=True)  # draws what the forward drew, for the dropout after it
+        return gates
+
+    def centers(self, adapter_name: str) -> torch.Tensor:
+        return torch.stack([layer.monkeyjump_center[adapter_name] for layer in self.layers[adapter_name]])
+
+    def _decide(self, name: str, h: torch.Tensor, training: bool) -> torch.Tensor:
+        config, layers, group = self.configs[name], self.layers[name], self.group
+        if config.router == "uniform":
+            return uniform_gates(h, len(layers), config)
+        if config.granularity == "task":
+            return self._task_gates(config, len(layers), h)
+        if config.granularity == "sequence" and group.kept is not None and (self.path, name) in group.kept:
+            gates = expanded_rows(group.kept[self.path, name], h.shape[0])
+            group.fresh[self.path, name] = gates
+            return gates
+        decision = self._route(name, h, training)
+        if group.staging:
+            self._stage(name, decision)
+        if config.granularity == "sequence" and not training:
+            group.fresh[self.path, name] = decision.gates[:, -1:]
+        return decision.gates
+
+    def _route(self, name: str, h: torch.Tensor, training: bool) -> Decision:
+        config, layers = self.configs[name], self.layers[name]
+        centers = self.centers(name)
+        if h.shape[-1] != centers.shape[-1]:
+            raise ConfigError(
+                f"block {self.path!r} is entered by states of width {h.shape[-1]}, but the centres of adapter "
+                f"{name!r} have width {centers.shape[-1]}: the block list does not carry the model's hidden state."
+            )
+        mean = layers[0].monkeyjump_mean[name] if config.route_space == "centered" else None
+        return route(
+            h.detach().to(centers.device),
+            centers,
+            mean,
+            self.group.selection(name, config, h),
+            config,
+            training=training,
+            with_statistics=self.group.staging,
+        )
+
+    @torch.no_grad()
+    def _stage(self, name: str, decision: Decision) -> None:
+        assert decision.sums is not None
+        assert decision.counts is not None
+        layers = self.layers[name]
+        torch._foreach_copy_([layer.monkeyjump_staged_sum[name] for layer in layers], list(decision.sums.unbind()))
+        torch._foreach_copy_([layer.monkeyjump_staged_count[name] for layer in layers], list(decision.counts.unbind()))
+
+    def _task_gates(self, config: MonkeyJumpConfig, experts: int, h: torch.Tensor) -> torch.Tensor:
+        task_ids = self.group.task_ids
+        if task_ids is None:
+            raise ConfigError(
+                "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
+                "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
+            )
+        task_ids = task_ids.reshape(-1).to(h.device)
+        seq_idx = self.group.arguments.get("seq_idx")
+        if seq_idx is not None:  # packed: one id per sequence of the row
+            return task_gates(task_ids[seq_idx.clamp_min(0).long()], experts, config)
+        rows = expanded_rows(task_ids, h.shape[0])
+        if rows.shape[0] != h.shape[0]:
+            raise ConfigError(
+                f"task_ids has {rows.shape[0]} entries for a batch of {h.shape[0]} rows: give one per row."
+            )
+        return task_gates(rows.unsqueeze(1), experts, config)

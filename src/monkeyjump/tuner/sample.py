@@ -1,0 +1,185 @@
+"""A uniform sample of the tokens that enter every block of the frozen model, in one pass and bounded memory."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from tqdm.auto import tqdm
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.routing.granularity import pool_rows, select
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+
+if TYPE_CHECKING:
+    from monkeyjump.tuner.block import BlockRouter
+    from monkeyjump.tuner.context import RoutingContext
+    from monkeyjump.tuner.group import BlockGroup
+
+# How many real tokens are read for each one that is kept: the sample then spreads over that many more sequences.
+OVERSAMPLE = 4
+
+
+class Reservoir:
+    """Decides which of a stream of items to keep: at any time a uniform sample of those offered so far."""
+
+    def __init__(self, capacity: int, seed: int) -> None:
+        self.capacity = capacity
+        self.seen = 0
+        self._keys = torch.empty(0, dtype=torch.float64)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return self._keys.shape[0]
+
+    def offer(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of `count` new items are kept, and in which slots."""
+        size = len(self)
+        keys = torch.cat([self._keys, torch.rand(count, dtype=torch.float64, generator=self._generator)])
+        kept = torch.topk(keys, min(self.capacity, keys.shape[0]), largest=False).indices
+        entering = kept[kept >= size]
+        stays = torch.zeros(size, dtype=torch.bool)
+        stays[kept[kept < size]] = True
+        free = torch.arange(size, min(self.capacity, size + entering.shape[0]))
+        slots = torch.cat([(~stays).nonzero().squeeze(-1), free])[: entering.shape[0]]
+        self._keys = torch.cat([self._keys, torch.empty(max(0, len(free)), dtype=torch.float64)])
+        self._keys[slots] = keys[entering]
+        self.seen += count
+        return entering - size, slots
+
+
+class TokenCollector:
+    """Listens at the entrance of every block and keeps the states of the sampled tokens."""
+
+    def __init__(self, adapter_name: str, config: MonkeyJumpConfig, capacity: int, seed: int) -> None:
+        self.adapter_name = adapter_name
+        self.config = config
+        self.capacity = capacity
+        self.seed = seed
+        self.labels: torch.Tensor | None = None
+        self.tokens: dict[str, torch.Tensor] = {}  # block path -> [capacity, D]
+        self.reservoirs: dict[int, Reservoir] = {}
+        self._picks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def next_batch(self, labels: torch.Tensor | None) -> None:
+        self.labels = labels
+        self._picks = {}
+
+    def observe(self, router: BlockRouter, h: torch.Tensor) -> None:
+        if self.adapter_name not in router.layers:
+            return
+        selection = select(
+            router.group.call_inputs((h.shape[0], h.shape[1]), h.device),
+            self.config.granularity,
+            self.config.sequence_token,
+        )
+        if selection.pool is not None:
+            h = pool_rows(h, selection.mask, selection.pool)
+        flat = h.detach().reshape(-1, h.shape[-1])
+        if id(router.group) not in self._picks:
+            self._picks[id(router.group)] = self._pick(router.group, selection.queries, flat.shape[0])
+        rows, slots = self._picks[id(router.group)]
+        if router.path not in self.tokens:
+            self._allocate(router.group, h)
+        store = self.tokens[router.path]
+        store[slots.to(store.device)] = flat[rows.to(flat.device)].to(store.device)
+
+    def sample(self, router: BlockRouter) -> torch.Tensor:
+        """The kept states of a block, [N, D]."""
+        return self.tokens[router.path][: len(self.reservoirs[id(router.group)])]
+
+    def _allocate(self, group: BlockGroup, h: torch.Tensor) -> None:
+        """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time."""
+        paths = [path for path, router in group.routers.items() if self.adapter_name in router.layers]
+        shape = (len(paths), self.capacity, h.shape[-1])
+        store = torch.zeros(shape, dtype=h.dtype, device=_storage_device(shape, h))
+        self.tokens.update(zip(paths, store, strict=True))
+
+    def full(self) -> bool:
+        return bool(self.reservoirs) and all(r.seen >= OVERSAMPLE * self.capacity for r in self.reservoirs.values())
+
+    def _pick(self, group: BlockGroup, queries: torch.Tensor | None, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        reservoir = self.reservoirs.setdefault(id(group), Reservoir(self.capacity, self.seed))
+        candidates = torch.arange(total) if queries is None else queries.flatten().nonzero().squeeze(-1).cpu()
+        entering, slots = reservoir.offer(candidates.shape[0])
+        return candidates[entering], slots
+
+
+@torch.no_grad()
+def collect(
+    model: nn.Module, context: RoutingContext, collector: TokenCollector, dataloader: Iterable[Any], progress: bool
+) -> None:
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    device = next(base.parameters()).device
+    wanted = OVERSAMPLE * collector.capacity
+    with (
+        _frozen(model),
+        torch.random.fork_rng(),
+        tqdm(total=wanted, desc="reading tokens", unit="tok", unit_scale=True, disable=not progress) as bar,
+    ):
+        context.collector = collector
+        try:
+            for batch in dataloader:
+                inputs = _forward_inputs(base, batch, device)
+                labels = inputs.get("labels")
+                if not context.encoder_decoder:
+                    inputs.pop("labels", None)
+                collector.next_batch(labels)
+                base(**inputs)
+                seen = max((r.seen for r in collector.reservoirs.values()), default=0)
+                bar.update(min(seen, wanted) - bar.n)
+                if collector.full():
+                    break
+        finally:
+            context.collector = None
+
+
+def _forward_inputs(base: nn.Module, batch: Any, device: torch.device) -> dict[str, Any]:
+    """The tensors of a batch, on the model's device, with as few logits asked for as the model allows."""
+    if isinstance(batch, torch.Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"initialize_centers got a batch of type {type(batch).__name__}: batches are dicts of tensors."
+        )
+    inputs: dict[str, Any] = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    parameters = inspect.signature(base.forward).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        inputs = {k: v for k, v in inputs.items() if k in parameters or k in ("task_ids", "prompt_lengths")}
+    if "logits_to_keep" in parameters:
+        inputs["logits_to_keep"] = 1
+    if "use_cache" in parameters:
+        inputs["use_cache"] = False
+    return inputs
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode with its adapters off, and everything as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    layers = [(module, module._disable_adapters) for module in model.modules() if isinstance(module, MonkeyJumpLayer)]
+    model.eval()
+    for layer, _ in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for layer, disabled in layers:
+            layer._disable_adapters = disabled
+
+
+def _storage_device(shape: tuple[int, ...], h: torch.Tensor) -> torch.device:
+    """Beside the model if the sample takes less than half of the free memory there, else in main memory."""
+    if h.device.type != "cuda":
+        return h.device
+    free, _ = torch.cuda.mem_get_info(h.device)
+    return h.device if math.prod(shape) * h.element_size() < free / 2 else torch.device("cpu")
