@@ -54,24 +54,40 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(shape: str, device: str, dtype: torch.dtype, layers: int | None = None) -> nn.Module:
-    """A causal LM of the shape, weights N(0, 0.02), frozen."""
+def empty_model(name: str, layers: int | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A causal LM of a named shape, or of a model by name, on the meta device: structure without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if shape not in SHAPES:
-        raise ConfigError(f"unknown shape {shape!r}.{did_you_mean(shape, list(SHAPES))} Known: {', '.join(SHAPES)}.")
-    settings = dict(SHAPES[shape])
-    if layers is not None:
-        settings["num_hidden_layers"] = layers
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, use_cache=False)
+    if name in SHAPES:
+        settings = dict(SHAPES[name])
+        if layers is not None:
+            settings["num_hidden_layers"] = layers
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings, use_cache=False)
+    else:
+        resolved = _resolved(name)
+        config = AutoConfig.from_pretrained(resolved.source, **resolved.options)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = model.to_empty(device=device)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _resolved(name: str) -> Any:
+    from monkeyjump.models import resolve
+
+    try:
+        return resolve(name)
+    except ConfigError as error:
+        hint = did_you_mean(name, list(SHAPES))
+        raise ConfigError([*error.problems, f"Shapes without weights: {', '.join(SHAPES)}.{hint}"]) from error
+
+
+def random_model(shape: str, device: str, dtype: torch.dtype, layers: int | None = None) -> nn.Module:
+    """A causal LM of a named shape, weights N(0, 0.02), frozen."""
+    model = empty_model(shape, layers, dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
-    rotary = model.get_submodule("model.rotary_emb")
-    fresh = type(rotary)(config).to(device)  # its buffers are computed, not loaded
-    model.model.rotary_emb = fresh
-    model.tie_weights()
+    decoder = model.get_submodule("model")
+    rotary = decoder.get_submodule("rotary_emb")
+    decoder.rotary_emb = type(rotary)(model.config).to(device)  # its buffers are computed, not loaded
+    model.tie_weights()  # type: ignore[operator]
     return model.requires_grad_(False)
