@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     recipe.train.report_to += options.report_to or []
     record = RunRecord(kind="train", name=recipe.name, config=recipe.to_dict(), seed=recipe.seed)
     result = train(recipe, resume=options.resume, overwrite=options.overwrite)
+    if not result.is_main:
+        return 130 if result.interrupted else 0
     if result.interrupted or result.report is None:
         steps = result.measurements["steps"]
         words = " ".join([options.recipe, *options.overrides, *(["--data", options.data] if options.data else [])])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from peft import get_peft_model
 from torch import nn
 from transformers import set_seed
@@ -45,6 +46,7 @@ class RunResult:
     report: EvaluationReport | None = None
     best_validation: float | None = None
     measurements: dict[str, Any] = field(default_factory=dict)
+    is_main: bool = True  # of several ranks, the one that writes files and speaks
 
     @property
     def interrupted(self) -> bool:
@@ -53,7 +55,11 @@ class RunResult:
 
 def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True) -> RunResult:
     """Train as the recipe says. `resume` goes on from the last checkpoint, exactly as if nothing had happened."""
-    checkpoint = _prepare_folder(recipe, resume, overwrite)
+    ranks = PartialState(cpu=not torch.cuda.is_available())
+    checkpoint = _prepare_folder(recipe, resume, overwrite) if ranks.is_main_process else None
+    ranks.wait_for_everyone()
+    if resume and checkpoint is None:
+        checkpoint = get_last_checkpoint(str(recipe.folder / "checkpoints"))
     set_seed(recipe.seed)
     tasks = expand(recipe.tasks)
     model, tokenizer = _model(recipe)
@@ -81,12 +87,13 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         interruptible.restore()
-    result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model))
+    result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model), is_main=ranks.is_main_process)
     result.measurements = _measurements(trainer, time.perf_counter() - started)
     if interruptible.interrupted:
         return result
     result.best_validation = trainer.state.best_metric or 0.0
-    save_adapter(model, tokenizer, recipe)
+    if ranks.is_main_process:
+        save_adapter(model, tokenizer, recipe)
     if test:
         result.report = test_report(model, tokenizer, tasks, recipe)
     return result
@@ -145,7 +152,7 @@ def _model(recipe: Recipe) -> tuple[nn.Module, Any]:
     gpu = torch.cuda.is_available()
     bf16 = recipe.train.bf16 if recipe.train.bf16 is not None else gpu and torch.cuda.is_bf16_supported()
     model, tokenizer = load_model(
-        recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device="cuda" if gpu else None
+        recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device=PartialState().device if gpu else None
     )
     model.config.use_cache = False
     config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
