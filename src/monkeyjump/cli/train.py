@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         return 130
     folder = recipe.folder
     metrics = {"validation": result.best_validation, "evaluation": result.report.to_dict(), **result.measurements}
-    usage = measure_usage(result.model, result.tokenizer, result.tasks, recipe, rows=24)
+    usage = measure_usage(result.model, result.tokenizer, result.tasks, recipe, rows=16)
     if usage is not None:
         plot_usage(usage, folder / "expert-usage.png", title=f"Where tokens jump ({recipe.name})")
         metrics["usage"] = usage.to_dict()

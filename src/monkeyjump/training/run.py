@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState
 from peft import get_peft_model
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -73,7 +74,7 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
         collator,
         lambda current: _validate(current, tokenizer, tasks, recipe),
         [
-            MonkeyJumpCallback(seed=recipe.seed),
+            MonkeyJumpCallback(seed=recipe.seed, dataloader=_calibration_data(recipe, data, tokenizer)),
             ProgressBar(),
             JsonLines(recipe.folder / "log.jsonl"),
             interruptible,
@@ -189,6 +190,19 @@ def _data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> tuple[Any, Batch
         )
     sampler = BatchSampler.bucketed(mixture.order, mixture.lengths, recipe.train.batch_size, recipe.seed)
     return mixture, sampler, collator
+
+
+def _calibration_data(recipe: Recipe, data: Any, tokenizer: Any) -> DataLoader | None:
+    """Padded batches for the centres where training packs: its rows are filled by the sampler, not by the collator."""
+    if not recipe.data.packing or recipe.data.streaming:
+        return None
+    return DataLoader(
+        data,
+        batch_size=recipe.train.batch_size,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(recipe.seed),
+        collate_fn=PaddingCollator(tokenizer.pad_token_id, multiple_of=8),
+    )
 
 
 def _report_encoding(encoder: Encoder) -> None:
