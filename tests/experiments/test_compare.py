@@ -128,3 +128,22 @@ def test_compare_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert record["metrics"]["methods"] == ["lora", "mjlora", "mjlora_uniform", "mjlora_random"]
     assert record["metrics"]["costs"]["mjlora"]["trainable"] == record["metrics"]["costs"]["lora"]["trainable"]
+
+
+def test_many_methods_stay_within_80_columns(fakes: FakeRuns, tmp_path: Path) -> None:
+    import io
+
+    from rich.console import Console
+
+    from monkeyjump.experiments.tables import comparison_tables
+
+    methods = ["lora", "mjlora", "lora_fa", "adalora", "propulsion", "mjlorafa", "mjadalora", "mjpropulsion"]
+    found = compare(load_recipe("quickstart"), methods, [0, 1], [2e-3], tmp_path, controls=False)
+    screen = Console(file=io.StringIO(), width=80)
+    for table in comparison_tables(found):
+        screen.print(table)
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    for method in methods:
+        assert text.count(method) >= 2
+    assert "…" not in text

@@ -19,13 +19,25 @@ def _table(title: str, columns: list[str]) -> Table:
     return table
 
 
-def metrics_table(comparison: Comparison) -> Table:
+SIDE_BY_SIDE = 4  # methods that fit beside the task names on 80 columns
+
+
+def metrics_tables(comparison: Comparison) -> list[Table]:
+    """As many tables as the methods need; the best of all methods is bold, in whichever table it stands."""
+    methods = comparison.methods
+    return [
+        _metrics_table(comparison, methods[start : start + SIDE_BY_SIDE])
+        for start in range(0, len(methods), SIDE_BY_SIDE)
+    ]
+
+
+def _metrics_table(comparison: Comparison, methods: list[str]) -> Table:
     seeds = len(comparison.seeds)
-    table = _table(f"Test metric x 100, mean ± sd over {seeds} seeds; best in bold", ["task", *comparison.methods])
+    table = _table(f"Test metric x 100, mean ± sd over {seeds} seeds; best in bold", ["task", *methods])
     for label, values in comparison_rows(comparison):
         best = max(fmean(values[m]) for m in comparison.methods)
         cells = []
-        for method in comparison.methods:
+        for method in methods:
             mean = fmean(values[method])
             text = f"{100 * mean:.1f} ±{100 * spread(values[method]):.1f}"
             cells.append(f"[bold]{text}[/bold]" if mean == best else text)

@@ -28,9 +28,9 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, dict[str, list[fl
 
 def comparison_tables(comparison: Comparison) -> list[Any]:
     """Metrics with the best in bold, costs, and differences paired by seed."""
-    from monkeyjump.experiments.rich_tables import costs_table, differences_table, metrics_table
+    from monkeyjump.experiments.rich_tables import costs_table, differences_table, metrics_tables
 
-    return [metrics_table(comparison), costs_table(comparison), differences_table(comparison)]
+    return [*metrics_tables(comparison), costs_table(comparison), differences_table(comparison)]
 
 
 def costs(comparison: Comparison, method: str) -> dict[str, Any]:
