@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,11 @@ from tests.tiny_folder import save_tiny_model, write_recipe
 @pytest.mark.parametrize("verb", ["", *VERBS])
 def test_help_is_quick_and_fits_80_columns(verb: str) -> None:
     command = [sys.executable, "-m", "monkeyjump", *([verb] if verb else []), "--help"]
-    times = []
-    for _ in range(3):  # the best of three: the machine may be busy, the program must not be
-        started = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env={"COLUMNS": "80", "PATH": ""}, check=True)
-        times.append(time.perf_counter() - started)
-        if times[-1] < 1:
-            break
-    assert min(times) < 1
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, env={"COLUMNS": "80", "PATH": ""}, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # processor time: what the program needs, however busy the machine is
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "usage: monkeyjump" in done.stdout
 
@@ -33,9 +30,10 @@ def test_help_does_not_import_torch() -> None:
         "import sys; sys.argv = ['monkeyjump', '--help']\n"
         "from monkeyjump.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False False"
 
 
 def test_bad_input_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
