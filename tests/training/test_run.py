@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def train_process(path: Path, output: Path, *more: str) -> subprocess.Popen[str]
 def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
     deadline = time.time() + 120
     while time.time() < deadline and process.poll() is None:
-        if (output / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").is_file():
+        if (output / "checkpoints" / f"checkpoint-{step}" / "complete").is_file():
             return
         time.sleep(0.01)
     raise AssertionError(process.communicate()[0])
@@ -67,6 +68,18 @@ def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_fil
     record = json.loads((tmp_path / "killed" / "record.json").read_text())
     assert whole.report is not None
     assert record["metrics"]["evaluation"]["rows"] == json.loads(whole.report.to_json())["rows"]
+
+
+def test_a_checkpoint_that_was_cut_short_is_passed_over(recipe_file: Path, tmp_path: Path) -> None:
+    run(recipe(recipe_file, tmp_path / "whole"), test=False)
+    cut = tmp_path / "cut"
+    run(recipe(recipe_file, cut), test=False)
+    shutil.rmtree(cut / "adapter")
+    (cut / "checkpoints" / "checkpoint-8" / "complete").unlink()
+    (cut / "checkpoints" / "checkpoint-8" / "trainer_state.json").write_text("{", encoding="utf-8")
+    resumed = run(recipe(recipe_file, cut), resume=True, test=False)
+    assert resumed.measurements["steps"] == 8
+    assert same(weights(tmp_path / "whole"), weights(cut))
 
 
 def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_resume(recipe_file: Path, tmp_path: Path) -> None:

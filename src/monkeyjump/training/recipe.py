@@ -137,6 +137,11 @@ def check(recipe: Recipe) -> list[str]:
         ("train.max_steps", recipe.train.max_steps is None or recipe.train.max_steps > 0, "must be above 0"),
         ("train.batch_size", recipe.train.batch_size >= 1, "must be at least 1"),
         ("train.accumulation", recipe.train.accumulation >= 1, "must be at least 1"),
+        (
+            "train.keep_checkpoints",
+            recipe.train.keep_checkpoints >= 2,
+            "must be at least 2: one may be lost in a crash",
+        ),
         ("train.warmup", 0 <= recipe.train.warmup < 1, "must be a share of the steps in [0, 1)"),
         ("train.patience", recipe.train.patience is None or recipe.train.patience >= 1, "must be at least 1"),
         ("tasks", len(recipe.tasks) > 0, "must name at least one task"),

@@ -15,7 +15,6 @@ from peft import get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from monkeyjump import methods
 from monkeyjump.errors import ConfigError
@@ -31,7 +30,7 @@ from monkeyjump.tasks.streaming import StreamingMixture
 from monkeyjump.training.callbacks import MonkeyJumpCallback
 from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar
 from monkeyjump.training.recipe import Recipe, recipe_from
-from monkeyjump.training.trainer import TaskTrainer, early_stopping, training_arguments
+from monkeyjump.training.trainer import TaskTrainer, early_stopping, last_checkpoint, training_arguments
 from monkeyjump.tuner.count import ParameterCount, count_parameters
 
 
@@ -60,7 +59,7 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     checkpoint = _prepare_folder(recipe, resume, overwrite) if ranks.is_main_process else None
     ranks.wait_for_everyone()
     if resume and checkpoint is None:
-        checkpoint = get_last_checkpoint(str(recipe.folder / "checkpoints"))
+        checkpoint = last_checkpoint(recipe.folder / "checkpoints")
     set_seed(recipe.seed)
     tasks = expand(recipe.tasks)
     model, tokenizer = _model(recipe)
@@ -85,7 +84,7 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         interruptible.restore()
     result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model), is_main=ranks.is_main_process)
@@ -128,10 +127,10 @@ def saved_recipe(folder: Path) -> Recipe | None:
     return recipe_from(json.loads(path.read_text(encoding="utf-8")), str(path)) if path.is_file() else None
 
 
-def _prepare_folder(recipe: Recipe, resume: bool, overwrite: bool) -> str | None:
+def _prepare_folder(recipe: Recipe, resume: bool, overwrite: bool) -> Path | None:
     """The checkpoint to go on from, or a folder ready for a new run."""
     checkpoints = recipe.folder / "checkpoints"
-    last = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    last = last_checkpoint(checkpoints)
     finished = (recipe.folder / "adapter" / RECIPE_FILE).is_file()
     if resume:
         if last is None:
@@ -139,7 +138,7 @@ def _prepare_folder(recipe: Recipe, resume: bool, overwrite: bool) -> str | None
         return last
     if last is not None and not finished and not overwrite:
         raise ConfigError(
-            f"{recipe.folder} holds an unfinished run (last checkpoint {Path(last).name}): continue it with --resume, "
+            f"{recipe.folder} holds an unfinished run (last checkpoint {last.name}): continue it with --resume, "
             "replace it with --overwrite, or choose another folder with output=DIR."
         )
     for leftover in (checkpoints, recipe.folder / "adapter"):

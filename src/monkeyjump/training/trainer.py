@@ -24,6 +24,7 @@ from monkeyjump.tasks.batches import BatchSampler
 from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.training.recipe import Recipe
 
+COMPLETE = "complete"  # written into a checkpoint when all else of it is
 Scorer = Callable[[nn.Module], dict[str, float]]  # model -> {"mean": ..., task: ...}
 
 
@@ -80,16 +81,26 @@ class TaskTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            folder = Path(str(self.args.output_dir))
-            partial = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            partial = self._checkpoint_folder()
             shutil.rmtree(partial, ignore_errors=True)
-            left = sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-            where = f"the previous one is whole: {left[-1]}" if left else "there is no earlier one"
+            left = last_checkpoint(partial.parent)
+            where = f"the previous one is whole: {left}" if left else "there is no earlier one"
             raise ConfigError(
                 f"the checkpoint of step {self.state.global_step} could not be written ({error}); {where}. Free some "
                 "space, then resume with --resume.",
                 title="saving failed",
             ) from error
+        if self.args.should_save:
+            (self._checkpoint_folder() / COMPLETE).touch()
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end; a process may be killed in the middle of writing one."""
+    whole = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COMPLETE}")]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArguments:
