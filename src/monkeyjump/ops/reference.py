@@ -41,10 +41,10 @@ def similarity_logits(u: torch.Tensor, centers: torch.Tensor, similarity: str) -
     raise ValueError(f"unknown similarity {similarity!r}")
 
 
-def top_k_mask(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """True on the k largest entries of the last dimension; ties go to the lower index, on every device."""
+def top_k_mask(logits: torch.Tensor, k: int | None) -> torch.Tensor:
+    """True on the k (None: all) largest entries of the last dimension; ties go to the lower index, on every device."""
     E = logits.shape[-1]
-    if k >= E:
+    if k is None or k >= E:
         return torch.ones_like(logits, dtype=torch.bool)
     mine, other = logits.unsqueeze(-1), logits.unsqueeze(-2)
     earlier = torch.ones(E, E, dtype=torch.bool, device=logits.device).tril(-1)  # earlier[e, j]: j comes before e
@@ -52,7 +52,7 @@ def top_k_mask(logits: torch.Tensor, k: int) -> torch.Tensor:
     return beaten_by.sum(-1) < k
 
 
-def gates(logits: torch.Tensor, k: int, temperature: float, renormalize: bool) -> torch.Tensor:
+def gates(logits: torch.Tensor, k: int | None, temperature: float, renormalize: bool) -> torch.Tensor:
     """softmax(logits / temperature) over all experts, kept on the top k and zero elsewhere."""
     p = torch.softmax(logits / temperature, dim=-1)
     m = p * top_k_mask(logits, k)

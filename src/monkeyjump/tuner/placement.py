@@ -204,7 +204,8 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
     home, routed = min(routed_by_block.items(), key=lambda item: len(item[1]))
     names = [path.rpartition(".")[2] for path in routed]
     found = []
-    if config.uses_centers and config.top_k > len(routed):
+    one_each = config.placement == "block" and (config.uses_centers or config.learns_router)
+    if one_each and config.top_k is not None and config.top_k > len(routed):
         found.append(
             f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names} of block {home!r}: "
             f"lower top_k to {len(routed)} or less, or route more projections."
