@@ -12,7 +12,6 @@ from typing import Any
 from peft.config import PeftConfig
 
 from monkeyjump.config_checks import (
-    ADAPTERS,
     CENTER_INITS,
     GRANULARITIES,
     LEARNED_ROUTERS,
@@ -22,6 +21,7 @@ from monkeyjump.config_checks import (
 )
 from monkeyjump.errors import ConfigError
 from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.registry import ADAPTERS
 
 MODEL_CARD_NOTE = """
 ## Loading this adapter
@@ -56,6 +56,9 @@ class MonkeyJumpConfig(PeftConfig):
     r: int = _help("Rank of the adapters (unused by propulsion).", 2)
     alpha: float = _help("Scale numerator: the delta is multiplied by alpha / r (unused by propulsion).", 5.0)
     dropout: float = _help("Dropout on the adapter's input (unused by propulsion).", 0.05)
+    adapter_options: dict[str, Any] | None = _help(
+        "Settings that only the chosen adapter has, e.g. {'d_initial': 0.1} for vera; see docs/adapters.md.", None
+    )
     degree: int = _help("Propulsion: the output is scaled by p ** degree.", 15)
     target_modules: list[str] | str | None = _help(
         "Modules to adapt: names (suffix match), a regular expression, 'all-linear', or None for the model's default.",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from monkeyjump.registry import did_you_mean
+from monkeyjump.registry import ADAPTERS, did_you_mean
 
 if TYPE_CHECKING:
     from monkeyjump.config import MonkeyJumpConfig
 
-ADAPTERS = ("lora", "lora_fa", "adalora", "propulsion")
 SIMILARITIES = ("cosine", "dot", "euclidean", "l1")
 LEARNED_ROUTERS = ("linear", "sigmoid")
 ROUTERS = ("centroid", "uniform", "shuffled", *LEARNED_ROUTERS)
@@ -35,6 +34,7 @@ def config_problems(config: MonkeyJumpConfig) -> list[str]:
     """What is wrong with the values of a configuration; empty when nothing is."""
     return [
         *_choice_problems(config),
+        *_adapter_problems(config),
         *_number_problems(config),
         *_module_problems(config),
         *_mixture_problems(config),
@@ -44,7 +44,6 @@ def config_problems(config: MonkeyJumpConfig) -> list[str]:
 
 def _choice_problems(config: MonkeyJumpConfig) -> list[str]:
     choices = {
-        "adapter": ADAPTERS,
         "router": ROUTERS,
         "similarity": SIMILARITIES,
         "granularity": GRANULARITIES,
@@ -70,6 +69,22 @@ def _choice_problems(config: MonkeyJumpConfig) -> list[str]:
             hint = did_you_mean(str(value), [str(choice) for choice in allowed])
             found.append(f"{name}={value!r} is not known: choose one of {', '.join(map(str, allowed))}.{hint}")
     return found
+
+
+def _adapter_problems(config: MonkeyJumpConfig) -> list[str]:
+    known = ADAPTERS.names()
+    if config.adapter not in known:
+        return [
+            f"adapter={config.adapter!r} is not known: choose one of {', '.join(known)}, or import the module that "
+            f"registers an adapter of your own first.{did_you_mean(str(config.adapter), known)}"
+        ]
+    options = config.adapter_options
+    if options is None:
+        return []
+    if not isinstance(options, dict):
+        return [f"adapter_options={options!r} must be a dict of the adapter's own settings, e.g. {{'name': 1}}."]
+    problems: list[str] = ADAPTERS.get(config.adapter).option_problems(options)
+    return problems
 
 
 def _number_problems(config: MonkeyJumpConfig) -> list[str]:

@@ -41,6 +41,26 @@ class Fp32BufferDict(BufferDict):
         return super()._apply(move, recurse)
 
 
+class FrozenLinear:
+    """The linear under a layer, for adapters that need more of it than its widths (`adapters.base.BaseLinear`).
+
+    A plain object, so that an adapter which keeps it does not hold the base as a submodule of its own.
+    """
+
+    def __init__(self, layer: MonkeyJumpLayer) -> None:
+        self.layer = layer
+        self.path = layer.path
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def weight(self) -> torch.Tensor:
+        weight = self.layer.get_base_weight()
+        return weight.T if isinstance(self.layer.get_base_layer(), Conv1D) else weight
+
+    def bias(self) -> torch.Tensor | None:
+        bias = getattr(self.layer.get_base_layer(), "bias", None)
+        return None if bias is None else bias.detach()
+
+
 class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     """y = W x + gate * delta(x), for every active adapter.
 
@@ -63,10 +83,13 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     monkeyjump_staged_count: Fp32BufferDict
     monkeyjump_step: Fp32BufferDict
 
-    def __init__(self, base_layer: nn.Module, context: RoutingContext, quantization: dict[str, Any]) -> None:
+    def __init__(
+        self, base_layer: nn.Module, context: RoutingContext, quantization: dict[str, Any], path: str = ""
+    ) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.context = context
+        self.path = path
         self.in_features, self.out_features = linear_shape(base_layer)
         self.quantization_backend = resolve_quantization_backend(self.get_base_layer(), **quantization)
         self.monkeyjump_adapter = nn.ModuleDict()
@@ -80,9 +103,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self, adapter_name: str, config: MonkeyJumpConfig, width: int | None, inference_mode: bool = False
     ) -> None:
         """Add an adapter; `width` is the size of its centre, None for one that is always on."""
-        self.monkeyjump_adapter[adapter_name] = ADAPTERS.get(config.adapter)(
-            self.in_features, self.out_features, config
-        )
+        self.monkeyjump_adapter[adapter_name] = ADAPTERS.get(config.adapter).for_linear(FrozenLinear(self), config)
         if width is not None and config.uses_centers:
             self.monkeyjump_center[adapter_name] = torch.zeros(width)
             self.monkeyjump_staged_sum[adapter_name] = torch.zeros(width)

@@ -77,7 +77,7 @@ class MonkeyJumpModel(BaseTuner):
         width = next((block.width for block in self._placement.blocks if current_key in block.routed), None)
         layer = target
         if not isinstance(layer, MonkeyJumpLayer):
-            layer = MonkeyJumpLayer(target, self.routing, get_quantization_kwargs(self.model))
+            layer = MonkeyJumpLayer(target, self.routing, get_quantization_kwargs(self.model), current_key)
         layer.update_layer(adapter_name, peft_config, width, inference_mode=peft_config.inference_mode)
         if adapter_name not in self.active_adapters:
             layer.monkeyjump_adapter[adapter_name].requires_grad_(False)
