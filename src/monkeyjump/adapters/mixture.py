@@ -21,35 +21,35 @@ from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.adapters.lora_fa import LoraFaAdapter
 from monkeyjump.adapters.propulsion import PropulsionAdapter
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.errors import ConfigError
 from monkeyjump.ops import reference as ops
 
 
 def mixture_of(config: MonkeyJumpConfig, in_features: int, out_features: int, experts: int) -> Adapter:
     """The fused adapter of `experts` experts of kind `config.adapter`; its gate is [..., experts]."""
     kinds = SHARED_A if config.share_A else MIXTURES
-    if config.adapter not in kinds:
-        raise ConfigError(
-            f"adapter={config.adapter!r} has no form with several experts on one projection"
-            f"{' that share A' if config.share_A else ''}: choose one of {', '.join(kinds)}, or placement='block'."
-        )
     return kinds[config.adapter](in_features, out_features, config, experts)
 
 
-class _Experts:
+def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
+    """Whether there is such a mixture."""
+    if config.placement in ("block", "nested") or config.adapter in MIXTURES:
+        return []
+    return [
+        f"adapter={config.adapter!r} has no form with several experts on one projection: choose one of "
+        f"{', '.join(MIXTURES)}, or placement='block'."
+    ]
+
+
+class _Experts(LoraAdapter):
     """The rank activation of expert n, entries n * r to (n + 1) * r, is multiplied by gate n."""
 
-    experts: int
-    A: torch.Tensor
-    B: torch.Tensor
-
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
-        super().__init__(in_features, out_features, _widened(config, experts))  # type: ignore[call-arg]
+        super().__init__(in_features, out_features, _widened(config, experts))
         self.experts = experts
 
     def strength(self, gate: Gate) -> torch.Tensor | float:
         repeated = None if gate is None else gate.repeat_interleave(self.B.shape[1] // self.experts, dim=-1)
-        return super().strength(repeated)  # type: ignore[misc]
+        return super().strength(repeated)
 
     def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         """What every expert alone would add for the tokens x [S, D], without its gate and dropout: [S, N, O]."""
@@ -63,8 +63,8 @@ class _Experts:
         raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
-class LoraMixture(_Experts, LoraAdapter):
-    pass
+class LoraMixture(_Experts):
+    """MoELoRA, MoLA: every expert has an A and a B."""
 
 
 class LoraFaMixture(_Experts, LoraFaAdapter):
@@ -87,17 +87,10 @@ class AdaLoraMixture(_Experts, AdaLoraAdapter):
 class _SharedA(_Experts):
     """HydraLoRA: one A, N B's (Tian et al., 2024). A x is formed once and each B gets it times its gate."""
 
-    scaling: float
-    dropout: float
-    training: bool
-
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(in_features, out_features, config, experts)
         A = self.A[: config.r].detach().clone()
-        if isinstance(self.A, nn.Parameter):
-            self.A = nn.Parameter(A)
-        else:
-            self.A = A
+        self.A = nn.Parameter(A) if isinstance(self.A, nn.Parameter) else A
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         z = self.down(x)
@@ -106,20 +99,21 @@ class _SharedA(_Experts):
         return F.linear(spread.to(z.dtype), self.B.to(z.dtype))
 
     def down(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        dropped = F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x
+        return F.linear(dropped, self.A.to(x.dtype))
 
     def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         z = F.linear(x, self.A.to(x.dtype)) * self.scaling
         return torch.einsum("sr,onr->sno", z, self._up(x.dtype))
 
 
-class HydraMixture(_SharedA, LoraAdapter):
-    def down(self, x: torch.Tensor) -> torch.Tensor:
-        dropped = F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x
-        return F.linear(dropped, self.A.to(x.dtype))
+class HydraMixture(_SharedA):
+    """A is trained."""
 
 
 class HydraFaMixture(_SharedA, LoraFaAdapter):
+    """A is frozen."""
+
     def down(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.dropout == 0:
             return F.linear(x, self.A.to(x.dtype))

@@ -106,9 +106,7 @@ def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gr
     return p * chosen + 0.0 * bar  # keeps the parameters of the bar in the graph, for distributed training
 
 
-def load_and_probability(
-    decision: LearnedDecision, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens."""
     chosen = decision.chosen.detach().flatten(0, -2).float()
     p = decision.probabilities.flatten(0, -2)

@@ -60,6 +60,21 @@ def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> to
     return torch.full((h.shape[0], 1, experts), config.uniform_gate, device=h.device)
 
 
+def shuffled_gates(gates: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The control that keeps the gates and breaks their tie to the token: permuted over the real tokens of the batch.
+
+    Gates that a whole row shares ([B, 1, E]) are permuted over the rows.
+    """
+    flat = gates.flatten(0, 1)
+    keys = torch.rand(flat.shape[0], device=flat.device)
+    if mask is None or mask.numel() != flat.shape[0]:
+        return flat[keys.argsort()].view_as(gates)
+    padding = ~mask.flatten().to(flat.device)
+    order = (keys + padding).argsort()  # the real tokens at random, then the padding
+    places = padding.long().argsort(stable=True)  # the real tokens in order, then the padding
+    return torch.empty_like(flat).index_copy_(0, places, flat[order]).view_as(gates)
+
+
 def task_gates(task_ids: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
     """Oracle routing: a token goes to its task's expert with gate 1. task_ids [B, 1 or T] -> [B, 1 or T, E]."""
     if config.task_experts is None:

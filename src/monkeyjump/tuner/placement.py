@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tuner.ffn_placement import feed_forward_of, feed_forward_problem, in_attention
 
 # Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
 _CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
@@ -43,12 +45,33 @@ class Block:
     width: int  # size of the hidden state that enters the block
     routed: tuple[str, ...]  # full paths of the routed projections, in module order
     names: tuple[str, ...]  # what to call them, e.g. ("q_proj", "k_proj", "v_proj")
+    experts: int = 0  # gates of a router: the routed projections, or the experts that each of them holds
+    host: str | None = None  # where nothing is routed: the projection that the router hangs on
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a projection is in its block."""
+
+    width: int  # of the state that enters the block
+    experts: int  # gates of a router in this block
+    first: bool  # whether what the block has once (a learned router) hangs on this projection
+    plain: bool = False  # whether its own adapter is always on all the same
 
 
 @dataclass(frozen=True)
 class Placement:
     targets: tuple[str, ...]  # full paths of every adapted module
     blocks: tuple[Block, ...]  # the blocks that route
+
+    def role(self, path: str) -> Role | None:
+        """What the projection at `path` is; None for one that is always on."""
+        for block in self.blocks:
+            if path in block.routed:
+                return Role(block.width, block.experts, first=path == block.routed[0])
+            if path == block.host:
+                return Role(block.width, block.experts, first=True, plain=True)
+        return None
 
 
 def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str], bool]) -> Placement:
@@ -166,6 +189,7 @@ def _plan_blocks(
                     "add it to shared_modules to keep it always on, or take it out of target_modules."
                 )
             continue
+        shared = shared or (config.placement == "ffn" and in_attention(path, home))
         if isinstance(config.layers_to_route, list) and block_index(home) not in config.layers_to_route:
             continue
         routed_by_block.setdefault(home, [])
@@ -173,18 +197,56 @@ def _plan_blocks(
             routed_by_block[home].append(path)
             problems += _cross_attention_problem(path, config)
     problems += _count_problems(routed_by_block, config)
+    problems += mixture_problems(config)
+    experts = spread_experts(config, routed_by_block)
     lists = {home.rpartition(".")[0] for home in routed_by_block}
     blocks = [
-        _block(home, routed, modules, several_lists=len(lists) > 1)
+        replace(_block(home, routed, modules, several_lists=len(lists) > 1), experts=experts[home])
         for home, routed in routed_by_block.items()
         if routed
     ]
+    if config.placement == "ffn":
+        hosts = {home: next(path for path in targets if homes[path] == home) for home in routed_by_block}
+        blocks += [
+            replace(_block(home, [host], modules, len(lists) > 1), routed=(), names=(), path=host, host=host)
+            for home, host in hosts.items()
+            if not routed_by_block[home]
+        ]
+        blocks = [
+            replace(block, path=feed_forward_of(block.path, list(block.routed)) or block.path, experts=experts[home])
+            for block in blocks
+            for home in [next(home for home in hosts if f"{block.path}.".startswith(f"{home}."))]
+        ]
+        problems += [p for home, routed in routed_by_block.items() for p in feed_forward_problem(home, routed)]
     return blocks, problems
+
+
+def spread_experts(config: MonkeyJumpConfig, routed_by_block: dict[str, list[str]]) -> dict[str, int]:
+    """Experts per block: its routed projections, or `config.experts`, a list of which is spread in equal parts."""
+    if config.placement not in ("projection", "ffn"):
+        return {home: len(routed) for home, routed in routed_by_block.items()}
+    if isinstance(config.experts, int):
+        return dict.fromkeys(routed_by_block, config.experts)
+    homes: dict[str, list[str]] = {}
+    for home in routed_by_block:
+        homes.setdefault(home.rpartition(".")[0], []).append(home)
+    parts = len(config.experts)
+    return {
+        home: config.experts[position * parts // len(blocks)]
+        for blocks in homes.values()
+        for position, home in enumerate(sorted(blocks, key=block_index))
+    }
 
 
 def _cross_attention_problem(path: str, config: MonkeyJumpConfig) -> list[str]:
     parent, _, leaf = path.rpartition(".")
-    if config.granularity == "token" and _CROSS_ATTENTION.search(parent) and _KEY_OR_VALUE.match(leaf):
+    own_input = config.placement == "projection" and config.router_scope == "projection" and not config.aux_loss_weight
+    if (
+        config.granularity == "token"
+        and not own_input
+        and _CROSS_ATTENTION.search(parent)
+        and _KEY_OR_VALUE.match(leaf)
+    ):
         return [
             f"target module {path!r} reads the encoder's tokens, which granularity='token' of a decoder block cannot "
             "route: use granularity='sequence' or 'task', share it, or exclude it with exclude_modules."

@@ -1,0 +1,31 @@
+"""What hangs on a projection: its adapter, which may hold several experts, and the learned router it may carry."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from monkeyjump.adapters import ADAPTERS, Adapter
+from monkeyjump.adapters.base import BaseLinear
+from monkeyjump.adapters.mixture import mixture_of
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.routing.learned import LearnedRouter
+from monkeyjump.routing.ranks import RankSelector
+from monkeyjump.tuner.placement import Role
+
+
+def new_adapter(config: MonkeyJumpConfig, role: Role | None, linear: BaseLinear) -> Adapter:
+    """One expert, or all experts of a projection in one adapter; one that is always on (no role) is a plain one."""
+    if role is not None and not role.plain and config.placement in ("projection", "ffn"):
+        return mixture_of(config, linear.in_features, linear.out_features, role.experts)
+    return ADAPTERS.get(config.adapter).for_linear(linear, config)
+
+
+def new_router(config: MonkeyJumpConfig, role: Role | None, in_features: int) -> nn.Module | None:
+    """The learned router that hangs on a projection: its own, or on the first projection that of the whole block."""
+    if role is not None and config.placement == "nested":
+        return RankSelector(config.tasks, config.task_width or in_features, config.r, config.rank_scale)
+    if role is None or not config.learns_router:
+        return None
+    if config.placement == "projection" and config.router_scope == "projection":
+        return LearnedRouter(in_features, role.experts, config)
+    return LearnedRouter(role.width, role.experts, config) if role.first else None
