@@ -76,8 +76,8 @@ class VeraAdapter(Adapter):
         if self.held is None or self.held[0].device != device or self.held[0].dtype != dtype:
             rank = self.lambda_d.shape[0]
             self.held = (
-                shared_projection(2 * self.seed, rank, self.in_features, self.in_features, device, dtype),
-                shared_projection(2 * self.seed + 1, rank, self.out_features, rank, device, dtype),
+                shared_projection(2 * self.seed + 1, rank, self.in_features, self.in_features, device, dtype),
+                shared_projection(2 * self.seed + 2, rank, self.out_features, rank, device, dtype),
             )
         return self.held
 
