@@ -146,8 +146,8 @@ class MonkeyJumpConfig(PeftConfig):
     )
     rank_scale: str = _help("placement='nested': weight of rank i of r: code, (i/r)^2; linear, i/r; none, 1.", "code")
     task_rep: str = _help(
-        "placement='nested': the state that is compared with the task embeddings: mean of the real tokens, the last "
-        "prompt token, or the first token (the authors' code).",
+        "placement='nested': the state that is compared with the task embeddings: mean of the prompt, its last token "
+        "(prompt), or the first token (the authors' code).",
         "mean",
     )
     modules_to_save: list[str] | None = _help("Further modules to train and save whole, e.g. a new head.", None)

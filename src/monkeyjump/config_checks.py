@@ -28,6 +28,7 @@ ROUTE_SPACES = ("raw", "centered")
 CENTER_INITS = ("kmeans", "random", "random_normalized", "random_tokens")
 EMA_ASSIGNS = ("topk", "top1")
 EMA_SPACES = ("normalized", "raw")
+RANKED = ("lora", "lora_fa", "adalora")  # adapters whose ranks can be used one by one
 
 
 def config_problems(config: MonkeyJumpConfig) -> list[str]:
@@ -38,6 +39,7 @@ def config_problems(config: MonkeyJumpConfig) -> list[str]:
         *_number_problems(config),
         *_module_problems(config),
         *_mixture_problems(config),
+        *_structure_problems(config),
         *_adalora_problems(config),
     ]
 
@@ -212,6 +214,30 @@ def _mixture_problems(config: MonkeyJumpConfig) -> list[str]:
         )
     if config.task_width is not None and (not _is_int(config.task_width) or config.task_width < 1):
         found.append(f"task_width={config.task_width!r} must be an integer >= 1, or None for the projection's width.")
+    return found
+
+
+def _structure_problems(config: MonkeyJumpConfig) -> list[str]:
+    """What whole feed-forwards (MixLoRA) and nested ranks (MoRE) ask for."""
+    found = []
+    if config.placement == "ffn" and config.router == "sigmoid":
+        found.append("router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "
+                     "router='linear'.")  # fmt: skip
+    if config.placement == "ffn" and config.router == "linear" and not config.renormalize:
+        found.append(
+            "renormalize=False would shrink the feed-forward itself, whose outputs placement='ffn' mixes: set "
+            "renormalize=True, so that the weights sum to 1."
+        )
+    if config.placement == "nested" and config.adapter not in RANKED:
+        found.append(
+            f"adapter={config.adapter!r} has no ranks that placement='nested' could choose from: use one of "
+            f"{', '.join(RANKED)}."
+        )
+    if config.placement == "nested" and config.task_width is not None and config.contrastive_weight:
+        found.append(
+            f"task_width={config.task_width} embeddings cannot be compared with states, which contrastive_weight="
+            f"{config.contrastive_weight} does: set contrastive_weight=0, or task_width=None."
+        )
     return found
 
 

@@ -6,6 +6,7 @@ comparison of the Monkey Jump paper: the same targets, rank, scale and dropout f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -18,7 +19,7 @@ PRESETS = ("published", "mj_paper")
 PAPER_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 PAPER_SHARED = ["o_proj", "gate_proj"]
 
-METHODS: Registry[Callable[[str], dict[str, Any]]] = Registry("method")
+METHODS: Registry[Callable[..., dict[str, Any]]] = Registry("method")
 
 
 def names() -> list[str]:
@@ -27,7 +28,7 @@ def names() -> list[str]:
 
 
 def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpConfig:
-    """The configuration of a method: its preset with `overrides` on top.
+    """The configuration of a method: its preset with `overrides` (and the method's own options) on top.
 
     Shared modules that a narrower `target_modules` no longer adapts are dropped, so that
     `build("mjlora", target_modules=["q_proj", "v_proj"])` means what it says.
@@ -35,9 +36,11 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
     if preset not in PRESETS:
         raise ConfigError(f"preset={preset!r} is not known: choose one of {', '.join(PRESETS)}.")
     try:
-        settings = METHODS.get(name)(preset)
+        method = METHODS.get(name)
     except KeyError as error:
         raise ConfigError(str(error.args[0])) from None
+    own = [key for key in list(inspect.signature(method).parameters)[1:] if key in overrides]
+    settings = method(preset, **{key: overrides.pop(key) for key in own})
     known = [field.name for field in fields(MonkeyJumpConfig)]
     unknown = [key for key in overrides if key not in known]
     if unknown:

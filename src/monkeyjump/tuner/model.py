@@ -22,9 +22,11 @@ from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.tuner.block import BlockRouter
 from monkeyjump.tuner.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
+from monkeyjump.tuner.ffn import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.learned import LearnedBlockRouter
-from monkeyjump.tuner.placement import DEFAULT_TARGETS, Placement, place
+from monkeyjump.tuner.nested import NestedRouter
+from monkeyjump.tuner.placement import DEFAULT_TARGETS, Block, Placement, place
 
 
 class MonkeyJumpModel(BaseTuner):
@@ -91,8 +93,8 @@ class MonkeyJumpModel(BaseTuner):
 
     def _connect(self, model: nn.Module, adapter_name: str, config: MonkeyJumpConfig, placement: Placement) -> None:
         for block in placement.blocks:
-            layers = [model.get_submodule(path) for path in block.routed]
-            router = self.routing.router(model, block, router_class(config))
+            layers = [model.get_submodule(path) for path in block.routed or (block.host,)]
+            router = self.routing.router(model, block, router_class(config, block))
             router.add(adapter_name, config, block, layers)  # type: ignore[arg-type]
         if ADAPTERS.get(config.adapter).auxiliary_loss is not Adapter.auxiliary_loss:
             self.routing.regularized = True
@@ -149,8 +151,12 @@ class MonkeyJumpModel(BaseTuner):
         return remapped
 
 
-def router_class(config: MonkeyJumpConfig) -> type[BlockRouter]:
+def router_class(config: MonkeyJumpConfig, block: Block) -> type[BlockRouter]:
     """What turns the states that enter a block into gates."""
+    if config.placement == "nested":
+        return NestedRouter
+    if config.placement == "ffn":
+        return FeedForwardExperts if block.routed else IdleRouter
     if config.placement == "projection" or config.learns_router:
         return LearnedBlockRouter
     return BlockRouter

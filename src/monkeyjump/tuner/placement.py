@@ -18,7 +18,7 @@ from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tuner.ffn_placement import feed_forward_of, feed_forward_problem, in_attention
+from monkeyjump.tuner.ffn_placement import feed_forward_problem, in_attention, seen_from_feed_forward
 
 # Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
 _CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
@@ -46,6 +46,7 @@ class Block:
     routed: tuple[str, ...]  # full paths of the routed projections, in module order
     names: tuple[str, ...]  # what to call them, e.g. ("q_proj", "k_proj", "v_proj")
     experts: int = 0  # gates of a router: the routed projections, or the experts that each of them holds
+    feed_forward: str = ""  # placement="ffn": path of the module whose experts the routed projections are
     host: str | None = None  # where nothing is routed: the projection that the router hangs on
 
 
@@ -200,24 +201,15 @@ def _plan_blocks(
     problems += mixture_problems(config)
     experts = spread_experts(config, routed_by_block)
     lists = {home.rpartition(".")[0] for home in routed_by_block}
-    blocks = [
-        replace(_block(home, routed, modules, several_lists=len(lists) > 1), experts=experts[home])
-        for home, routed in routed_by_block.items()
-        if routed
-    ]
-    if config.placement == "ffn":
-        hosts = {home: next(path for path in targets if homes[path] == home) for home in routed_by_block}
-        blocks += [
-            replace(_block(home, [host], modules, len(lists) > 1), routed=(), names=(), path=host, host=host)
-            for home, host in hosts.items()
-            if not routed_by_block[home]
-        ]
-        blocks = [
-            replace(block, path=feed_forward_of(block.path, list(block.routed)) or block.path, experts=experts[home])
-            for block in blocks
-            for home in [next(home for home in hosts if f"{block.path}.".startswith(f"{home}."))]
-        ]
-        problems += [p for home, routed in routed_by_block.items() for p in feed_forward_problem(home, routed)]
+    blocks = []
+    for home, routed in routed_by_block.items():
+        shown = routed or [path for path in targets if homes[path] == home][:1]
+        block = replace(_block(home, shown, modules, several_lists=len(lists) > 1), experts=experts[home])
+        if config.placement == "ffn":
+            problems += feed_forward_problem(home, routed)
+            blocks.append(seen_from_feed_forward(block, routed))
+        elif routed:
+            blocks.append(block)
     return blocks, problems
 
 
@@ -256,6 +248,8 @@ def _cross_attention_problem(path: str, config: MonkeyJumpConfig) -> list[str]:
 
 def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpConfig) -> list[str]:
     empty = [home for home, routed in routed_by_block.items() if not routed]
+    if empty and config.placement == "ffn":  # attention alone: LoRA with an idle router
+        return []
     if empty:
         return [
             f"shared_modules={config.shared_modules} leaves nothing to route in block {empty[0]!r}: take a projection "
