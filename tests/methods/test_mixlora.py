@@ -136,7 +136,7 @@ def compare(model: PeftModel, gated: bool) -> None:
     assert all(r.weight.grad is not None and r.weight.grad.abs().sum() > 0 for r in routers(model).values())
 
 
-@pytest.mark.parametrize("ffn", SUBSETS, ids=lambda names: "+".join(names))
+@pytest.mark.parametrize("ffn", SUBSETS, ids="+".join)
 def test_equals_a_loop_over_experts(ffn: list[str]) -> None:
     compare(adapted_mixlora(target_modules=["q_proj", "v_proj", *ffn], aux_loss_weight=0.0), gated=True)
 

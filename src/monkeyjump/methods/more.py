@@ -2,8 +2,8 @@
 
 Rows are routed by `task_ids`; without them, outside training, by the nearest task embedding (a warning says so once).
 Matched with the authors' code: one selector and one table of 8 task embeddings per projection, as wide as its input,
-embeddings N(0, 0.01^2), rank i weighted by (i/r)^2 (`rank_scale="code"`), rank 8, alpha 32, dropout 0.1, the contrastive
-task loss at temperature 0.05 and weight 0.1. Deliberately different:
+embeddings N(0, 0.01^2), rank i weighted by (i/r)^2 (`rank_scale="code"`), rank 8, alpha 32, dropout 0.1, the
+contrastive task loss at temperature 0.05 and weight 0.1. Deliberately different:
 
 - the selector trains: their straight-through branch is never reached, so each task keeps the rank it was born with;
 - the weight of rank i follows r, where theirs is fixed to 8; one batch may mix tasks;

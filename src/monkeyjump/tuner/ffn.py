@@ -92,7 +92,7 @@ class FeedForwardExperts(LearnedBlockRouter):
                 ]
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Take the mask of this pass where the block is entered: what enters the feed-forward has no lasting address."""
+        """Take the mask where the block is entered: in a recomputation it is found by the address of what entered."""
         if self.active():
             h = hidden_states(args, kwargs, self.path)
             self.shape = (h.shape[0], h.shape[1])
@@ -124,7 +124,7 @@ class FeedForwardExperts(LearnedBlockRouter):
         if not config.learns_router:  # the control: every expert, each with the same weight
             gates = torch.full((*x.shape[:2], self.experts[name]), 1 / self.experts[name], device=x.device)
             return LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool))
-        decision: LearnedDecision = layer.monkeyjump_router[name](x)  # type: ignore[operator]
+        decision: LearnedDecision = layer.monkeyjump_router[name](x)
         if layer.training:
             self._stage_balance(name, config, self.key, decision, self._fitted_mask(x))
         self._trace(name, self.key, decision.gates)
@@ -136,8 +136,8 @@ class FeedForwardExperts(LearnedBlockRouter):
             return None
         if not isinstance(output, torch.Tensor) or output.shape != slots.repeated.shape:
             raise ConfigError(
-                f"feed-forward {self.feed_forward!r} does not return one state per token, of the width it was given: it cannot "
-                "carry whole feed-forward experts; use placement='projection'."
+                f"feed-forward {self.feed_forward!r} does not return one state per token, of the width it was given: "
+                "it cannot carry whole feed-forward experts; use placement='projection'."
             )
         return close_slots(slots, output)
 
@@ -156,14 +156,15 @@ class FeedForwardExperts(LearnedBlockRouter):
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """Which expert each row of x belongs to: [K, ..., N] for the input of the feed-forward, else [K * B, T, N]."""
         if self.slots is None:
-            raise RuntimeError(f"a projection of {self.feed_forward!r} ran outside it: call the whole feed-forward.")
+            raise RuntimeError(f"a projection of {self.feed_forward!r} ran outside it: call the feed-forward.")
         if x is self.slots.source:
             return self.slots.experts
         rows = self.slots.experts.flatten(0, 1)
         if x.shape[:-1] != rows.shape[:-1]:
             raise ConfigError(
-                f"projection {position} of feed-forward {self.feed_forward!r} sees tokens of shape {tuple(x.shape[:-1])}, not "
-                f"{tuple(rows.shape[:-1])}: it cannot carry an expert per token; use placement='projection'."
+                f"projection {self.names[adapter_name][position]!r} of {self.feed_forward!r} sees tokens of shape "
+                f"{tuple(x.shape[:-1])}, not {tuple(rows.shape[:-1])}: it cannot carry an expert per "
+                "token; use placement='projection'."
             )
         return rows.to(x.device)
 

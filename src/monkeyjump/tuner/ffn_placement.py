@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,13 +19,14 @@ def in_attention(path: str, home: str) -> bool:
 
 def feed_forward_of(home: str, experts: list[str]) -> str | None:
     """Path of the module inside block `home` that holds all these projections; None where only the block does."""
-    parents = [path.split(".")[:-1] for path in experts]
-    path = ".".join(os.path.commonprefix(parents))
+    path = experts[0].rpartition(".")[0]
+    while not all(expert.startswith(f"{path}.") for expert in experts):
+        path = path.rpartition(".")[0]
     return path if path.startswith(f"{home}.") else None
 
 
 def seen_from_feed_forward(block: Block, experts: list[str]) -> Block:
-    """The block and its feed-forward; one without a target there has no experts, and an idle router on its first target."""
+    """The block and its feed-forward; without a target there it has no experts, and its first target an idle router."""
     if experts:
         return replace(block, feed_forward=feed_forward_of(block.path, experts) or "")
     return replace(block, routed=(), names=(), host=block.routed[0])

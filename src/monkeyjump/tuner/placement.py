@@ -47,7 +47,7 @@ class Block:
     names: tuple[str, ...]  # what to call them, e.g. ("q_proj", "k_proj", "v_proj")
     experts: int = 0  # gates of a router: the routed projections, or the experts that each of them holds
     feed_forward: str = ""  # placement="ffn": path of the module whose experts the routed projections are
-    host: str | None = None  # where nothing is routed: the projection that the router hangs on
+    host: str = ""  # where nothing is routed: the projection that the router hangs on
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,11 @@ def _plan_blocks(
             problems += _cross_attention_problem(path, config)
     problems += _count_problems(routed_by_block, config)
     problems += mixture_problems(config)
+    if isinstance(config.experts, list) and len(config.experts) > max(1, len(routed_by_block)):
+        problems.append(
+            f"experts={config.experts} names {len(config.experts)} parts of the depth, but only "
+            f"{len(routed_by_block)} blocks route: give at most one number per block."
+        )
     experts = spread_experts(config, routed_by_block)
     lists = {home.rpartition(".")[0] for home in routed_by_block}
     blocks = []
