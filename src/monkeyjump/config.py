@@ -78,6 +78,11 @@ class MonkeyJumpConfig(PeftConfig):
     temperature: float = _help("Softmax temperature of the similarities.", 1.0)
     similarity: str = _help(f"Token against centre: {', '.join(SIMILARITIES)}.", "cosine")
     renormalize: bool = _help("Divide the kept gates by their sum (the paper does not).", False)
+    mean_gate: float | None = _help(
+        "router='centroid': scale each token's gates to this mean over the routed projections, which renormalises them "
+        "too; 1 keeps the strength of an adapter trained without gates. None leaves them as they come.",
+        None,
+    )
     jitter: float = _help("Standard deviation of Gaussian noise on the routing logits, in training only.", 0.0)
     granularity: str = _help(f"Who decides: {', '.join(GRANULARITIES)}.", "token")
     sequence_token: str = _help(

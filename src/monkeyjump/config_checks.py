@@ -119,12 +119,12 @@ def _number_problems(config: MonkeyJumpConfig) -> list[str]:
     check("alpha", _is_number(config.alpha) and config.alpha > 0, "a number > 0", "the paper uses 5")
     check("dropout", _is_number(config.dropout) and 0 <= config.dropout < 1, "in [0, 1)", "0 switches dropout off")
     check("temperature", _is_number(config.temperature) and config.temperature > 0, "a number > 0", "the paper uses 1")
-    check(
-        "uniform_gate",
-        _is_number(config.uniform_gate) and config.uniform_gate > 0,
-        "a number > 0",
-        "1 is plain PEFT; the mean gate of a routed adapter makes the control that matches it",
-    )
+    for name, fix in (
+        ("uniform_gate", "1 is plain PEFT; the mean gate of a routed adapter makes the control that matches it"),
+        ("mean_gate", "1 keeps the strength of plain PEFT, None leaves the gates as they come"),
+    ):
+        value = getattr(config, name)
+        check(name, (value is None and name == "mean_gate") or (_is_number(value) and value > 0), "a number > 0", fix)
     check("jitter", _is_number(config.jitter) and config.jitter >= 0, "a number >= 0", "0 switches the noise off")
     check(
         "ema_momentum",
@@ -246,6 +246,8 @@ def _router_problems(config: MonkeyJumpConfig) -> list[str]:
     learned = config.router in LEARNED_ROUTERS
     if config.top_k is None and not learned and config.placement != "nested":
         found.append(f"top_k=None (all experts) needs a learned router, not router={config.router!r}: give a number.")
+    if config.mean_gate is not None and not config.uses_centers:
+        found.append(f"mean_gate={config.mean_gate} scales the gates of centres, which this routing has not: drop it.")
     if config.aux_loss_weight and config.router != "linear":
         found.append(
             f"aux_loss_weight={config.aux_loss_weight} balances a learned softmax router, not "

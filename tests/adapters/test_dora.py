@@ -72,7 +72,7 @@ def by_hand(adapter: DoraAdapter, linear: nn.Linear, x: torch.Tensor, gate: torc
 
 
 def test_routed_is_a_line_between_two_weights() -> None:
-    assert_routed_by_hand(dora(), by_hand)  # type: ignore[arg-type]
+    assert_routed_by_hand(dora(), by_hand)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

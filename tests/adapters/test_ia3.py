@@ -77,7 +77,7 @@ def by_hand(adapter: Ia3Adapter, linear: nn.Linear, x: torch.Tensor, gate: torch
 
 def test_routed_by_hand() -> None:
     model = ia3(target_modules=["q_proj", "v_proj", "down_proj", "gate_proj"], shared_modules=["gate_proj"])
-    assert_routed_by_hand(model, by_hand)  # type: ignore[arg-type]
+    assert_routed_by_hand(model, by_hand)
 
 
 def test_a_scaling_below_the_resolution_of_bf16_around_one_survives() -> None:

@@ -61,7 +61,7 @@ def by_hand(adapter: VeraAdapter, linear: nn.Linear, x: torch.Tensor, gate: torc
 
 
 def test_routed_by_hand() -> None:
-    assert_routed_by_hand(vera(), by_hand)  # type: ignore[arg-type]
+    assert_routed_by_hand(vera(), by_hand)
 
 
 def test_the_matrices_are_uniform_within_kaimings_bound_and_uncorrelated() -> None:
@@ -103,7 +103,7 @@ def test_layers_of_one_width_share_one_tensor_and_it_is_forgotten_with_them() ->
 
 def test_only_vectors_are_saved_and_another_seed_is_another_adapter(tmp_path: Path) -> None:
     model = vera(adapter_options={"projection_seed": 5})
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert {name.rpartition(".")[2] for name in saved if "monkeyjump_adapter" in name} == {"lambda_b", "lambda_d"}
     loaded = PeftModel.from_pretrained(biased_llama(), tmp_path)

@@ -46,6 +46,8 @@ def route(
         logits = ops.similarity_logits(u, centers, config.similarity)
         noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits
         gates = ops.gates(noisy, config.top_k, config.temperature, config.renormalize)
+        if config.mean_gate is not None:
+            gates = gates * (config.mean_gate / gates.mean(-1, keepdim=True).clamp_min(ops.EPS))
         if selection.source is not None:
             gates = gates.gather(1, selection.source.to(h.device).unsqueeze(-1).expand(-1, -1, gates.shape[-1]))
         if not with_statistics:
