@@ -253,6 +253,16 @@ def _router_problems(config: MonkeyJumpConfig) -> list[str]:
             f"aux_loss_weight={config.aux_loss_weight} balances a learned softmax router, not "
             f"router={config.router!r}: set router='linear', or drop it."
         )
+    elif config.aux_loss_weight and config.top_k is None:
+        found.append(
+            f"aux_loss_weight={config.aux_loss_weight} with top_k=None has nothing to balance, every token uses every "
+            "expert: give a top_k, or drop it."
+        )
+    if config.lb_reduce == "global" and isinstance(config.experts, list) and len(set(config.experts)) > 1:
+        found.append(
+            f"lb_reduce='global' adds up the load of routers that have as many experts, not experts={config.experts}: "
+            "use 'mean' or 'sum'."
+        )
     if config.contrastive_weight and config.placement not in ("projection", "nested"):
         found.append(
             f"contrastive_weight={config.contrastive_weight} compares experts of one projection: it needs "

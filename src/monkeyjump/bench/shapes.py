@@ -54,13 +54,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def meta_model(shape: str) -> nn.Module:
+    """A causal LM of the shape without weights, for counting."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = _settings(shape)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+
+
 def random_model(shape: str, device: str, dtype: torch.dtype, layers: int | None = None) -> nn.Module:
     """A causal LM of the shape, weights N(0, 0.02), frozen."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if shape not in SHAPES:
-        raise ConfigError(f"unknown shape {shape!r}.{did_you_mean(shape, list(SHAPES))} Known: {', '.join(SHAPES)}.")
-    settings = dict(SHAPES[shape])
+    settings = _settings(shape)
     if layers is not None:
         settings["num_hidden_layers"] = layers
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, use_cache=False)
@@ -75,3 +82,9 @@ def random_model(shape: str, device: str, dtype: torch.dtype, layers: int | None
     model.model.rotary_emb = fresh
     model.tie_weights()
     return model.requires_grad_(False)
+
+
+def _settings(shape: str) -> dict[str, Any]:
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}.{did_you_mean(shape, list(SHAPES))} Known: {', '.join(SHAPES)}.")
+    return dict(SHAPES[shape])
