@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
@@ -41,6 +42,8 @@ class Adapter(nn.Module):
     """
 
     name: ClassVar[str]
+    # N experts of this kind on one linear as one adapter, called with the linear, the config and N; its gate: [..., N]
+    mixture: ClassVar[Callable[[BaseLinear, MonkeyJumpConfig, int], Adapter] | None] = None
     options: ClassVar[dict[str, Any]] = {}  # settings of its own, with their defaults; set by config.adapter_options
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 
 from monkeyjump.adapters.base import BaseLinear, Gate, register
 from monkeyjump.adapters.lora import LoraAdapter
+from monkeyjump.adapters.mixture import _Experts
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
 
@@ -53,16 +54,19 @@ class DoraAdapter(LoraAdapter):
             norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)  # a row of zeros stays one: 0 / tiny
         return (own + self.offset) / norm
 
+    def straight(self, x: torch.Tensor, base: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input after dropout, and W times it."""
+        if self.training and self.dropout > 0:
+            x = F.dropout(x, self.dropout)
+            return x, F.linear(x, weight.to(x.dtype))
+        bias = None if self.linear is None else self.linear.bias()
+        return x, base if bias is None else base - bias
+
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         assert self.linear is not None, "DoRA needs the base weight: make it with DoraAdapter.for_linear"
         weight = self.linear.weight()
         factor = self.factors(weight)
-        if self.training and self.dropout > 0:
-            x = F.dropout(x, self.dropout)
-            straight = F.linear(x, weight.to(x.dtype))
-        else:
-            bias = self.linear.bias()
-            straight = base if bias is None else base - bias
+        x, straight = self.straight(x, base, weight)
         low_rank = ops.gated_lora(x, self.A, self.B, self.strength(gate))
         rescaled = straight * ((factor - 1) if gate is None else (factor - 1) * gate)
         return (rescaled + factor * low_rank).to(base.dtype)
@@ -77,3 +81,39 @@ class DoraAdapter(LoraAdapter):
         assert self.folded is not None
         factor, self.folded = self.folded.to(weight.device), None
         return (weight.float() / factor[:, None] - update).to(weight.dtype), bias
+
+
+class DoraMixture(_Experts, DoraAdapter):
+    """N experts on one linear: y0 + sum_n g_n delta_n, each expert with its own direction and magnitude."""
+
+    def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
+        super().__init__(linear.in_features, linear.out_features, config, experts)
+        self.offset = nn.Parameter(torch.zeros(experts, linear.out_features, dtype=torch.float32))
+        self.linear = linear
+
+    def factors(self, weight: torch.Tensor) -> torch.Tensor:
+        """m / n of every expert, [N, O]."""
+        A = self.A.unflatten(0, (self.experts, -1))
+        B = self.B.unflatten(1, (self.experts, -1)).movedim(1, 0)
+        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+            own, norm = ops.row_norms(weight, A, B * self.scaling)
+            norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        return (own + self.offset) / norm
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        assert self.linear is not None
+        weight = self.linear.weight()
+        factor = self.factors(weight)
+        x, straight = self.straight(x, base, weight)
+        up = self.B * factor.T.repeat_interleave(self.B.shape[1] // self.experts, dim=1)
+        rescale = (factor - 1).sum(0) if gate is None else gate.to(factor.dtype) @ (factor - 1)
+        return (straight * rescale + ops.gated_lora(x, self.A, up, self.strength(gate))).to(base.dtype)
+
+    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        assert self.linear is not None
+        factor, bias = self.factors(self.linear.weight()), self.linear.bias()
+        straight = base if bias is None else base - bias
+        return (factor - 1) * straight.unsqueeze(-2) + factor * super().expert_outputs(x, base)
+
+
+DoraAdapter.mixture = DoraMixture

@@ -58,8 +58,12 @@ class Ia3Adapter(Adapter):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.offset)
 
+    def factor(self, gate: Gate) -> torch.Tensor:
+        """gate * (l - 1), in fp32."""
+        return self.offset if gate is None else self.offset * gate
+
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
-        factor = self.offset if gate is None else self.offset * gate  # fp32 until it meets the activation
+        factor = self.factor(gate)  # fp32 until it meets the activation
         if self.linear is None:
             return (base * factor).to(base.dtype)
         return F.linear((x * factor).to(x.dtype), self.linear.weight().to(x.dtype))
@@ -75,3 +79,30 @@ class Ia3Adapter(Adapter):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scales={'output' if self.linear is None else 'input'}"
+
+
+class Ia3Mixture(Ia3Adapter):
+    """N experts on one linear: scaled by 1 + sum_n g_n (l_n - 1), with the offsets as [N, width].
+
+    All experts start equal, so only different gates tell them apart: a router must not start at zero.
+    """
+
+    def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
+        scaled = Ia3Adapter.for_linear(linear, config).linear
+        super().__init__(linear.in_features, linear.out_features, config, scaled)
+        self.offset = nn.Parameter(self.offset.detach().repeat(experts, 1))
+
+    def factor(self, gate: Gate) -> torch.Tensor:
+        return self.offset.sum(0) if gate is None else gate.to(self.offset.dtype) @ self.offset
+
+    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """What every expert alone would add for the tokens x [S, D], without its gate: [S, N, O]."""
+        if self.linear is None:
+            return base.unsqueeze(-2) * self.offset
+        return F.linear((x.unsqueeze(-2) * self.offset).to(x.dtype), self.linear.weight().to(x.dtype))
+
+    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
+        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
+
+
+Ia3Adapter.mixture = Ia3Mixture

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from monkeyjump.adapters.adalora import AdaLoraAdapter
-from monkeyjump.adapters.base import Adapter, Gate
+from monkeyjump.adapters.base import ADAPTERS, Adapter, BaseLinear, Gate
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.adapters.lora_fa import LoraFaAdapter
 from monkeyjump.adapters.propulsion import PropulsionAdapter
@@ -24,19 +24,25 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
 
 
-def mixture_of(config: MonkeyJumpConfig, in_features: int, out_features: int, experts: int) -> Adapter:
+def mixture_of(config: MonkeyJumpConfig, linear: BaseLinear, experts: int) -> Adapter:
     """The fused adapter of `experts` experts of kind `config.adapter`; its gate is [..., experts]."""
+    own = ADAPTERS.get(config.adapter).mixture
+    if own is not None:
+        return own(linear, config, experts)
     kinds = SHARED_A if config.share_A else MIXTURES
-    return kinds[config.adapter](in_features, out_features, config, experts)
+    return kinds[config.adapter](linear.in_features, linear.out_features, config, experts)
 
 
 def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
     """Whether there is such a mixture."""
     if config.placement in ("block", "nested") or config.adapter in MIXTURES:
         return []
+    if config.placement == "projection" and ADAPTERS.get(config.adapter).mixture is not None:
+        return []
+    known = [name for name in ADAPTERS if name in MIXTURES or ADAPTERS.get(name).mixture is not None]
     return [
         f"adapter={config.adapter!r} has no form with several experts on one projection: choose one of "
-        f"{', '.join(MIXTURES)}, or placement='block'."
+        f"{', '.join(known)}, or placement='block'."
     ]
 
 

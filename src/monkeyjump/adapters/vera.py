@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from monkeyjump.adapters.base import Adapter, Gate, register
+from monkeyjump.adapters.base import Adapter, BaseLinear, Gate, register
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
 
@@ -74,16 +74,20 @@ class VeraAdapter(Adapter):
     def projections(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A^T [D, R] and B [O, R]."""
         if self.held is None or self.held[0].device != device or self.held[0].dtype != dtype:
-            rank = self.lambda_d.shape[0]
+            rank = self.lambda_d.shape[-1]
             self.held = (
                 shared_projection(2 * self.seed + 1, rank, self.in_features, self.in_features, device, dtype),
                 shared_projection(2 * self.seed + 2, rank, self.out_features, rank, device, dtype),
             )
         return self.held
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A dropout(x), and B."""
         A_T, B = self.projections(x.device, x.dtype)
-        z = F.dropout(x, self.dropout) @ A_T if self.training and self.dropout > 0 else x @ A_T
+        return (F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x) @ A_T, B
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        z, B = self.down(x)
         up = ops.project_up(z, B, self.lambda_d if gate is None else self.lambda_d * gate)
         return (up * self.lambda_b).to(base.dtype)
 
@@ -93,3 +97,32 @@ class VeraAdapter(Adapter):
         A_T, B = self.projections(self.lambda_d.device, torch.float32)
         delta = (self.lambda_b[:, None] * B) @ (self.lambda_d * A_T).T
         return (weight.float() + sign * delta).to(weight.dtype), bias
+
+
+class VeraMixture(VeraAdapter):
+    """N experts on one linear: sum_n g_n b_n * B (d_n * A x), with d as [N, R] and b as [N, O]; A x is formed once.
+
+    All experts start equal, so only different gates tell them apart: a router must not start at zero.
+    """
+
+    def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
+        super().__init__(linear.in_features, linear.out_features, config)
+        self.lambda_d = nn.Parameter(self.lambda_d.detach().repeat(experts, 1))
+        self.lambda_b = nn.Parameter(self.lambda_b.detach().repeat(experts, 1))
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        z, B = self.down(x)
+        spread = z.unsqueeze(-2) * (self.lambda_d if gate is None else self.lambda_d * gate.unsqueeze(-1))
+        up = self.lambda_b.T.unsqueeze(-1) * B.unsqueeze(1)  # [O, N, R]
+        return F.linear(spread.flatten(-2).to(z.dtype), up.flatten(1).to(z.dtype)).to(base.dtype)
+
+    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """What every expert alone would add for the tokens x [S, D], without its gate and dropout: [S, N, O]."""
+        A_T, B = self.projections(x.device, x.dtype)
+        return ((x @ A_T).unsqueeze(-2) * self.lambda_d).to(x.dtype) @ B.T * self.lambda_b
+
+    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
+        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
+
+
+VeraAdapter.mixture = VeraMixture

@@ -110,13 +110,13 @@ def hashed_uniform(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
 
 
 def row_norms(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """||W|| and ||W + B A|| of each row, [O], in the dtype of A: W [O, D], A [R, D], B [O, R].
+    """||W|| and ||W + B A|| of each row, [O], in the dtype of A: W [O, D], A [..., R, D], B [..., O, R].
 
     From ||W||^2 + <2 W A^T + B A A^T, B>: the sum W + B A is not formed, and B = 0 gives the same number twice.
     """
     weight = weight.to(A.dtype)
     square = weight.square().sum(1)
-    both = square + ((2 * (weight @ A.T) + B @ (A @ A.T)) * B).sum(1)
+    both = square + ((2 * (weight @ A.mT) + B @ (A @ A.mT)) * B).sum(-1)
     return square.sqrt(), both.clamp_min(0).sqrt()
 
 
