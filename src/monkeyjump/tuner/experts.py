@@ -16,7 +16,7 @@ from monkeyjump.tuner.placement import Role
 def new_adapter(config: MonkeyJumpConfig, role: Role | None, linear: BaseLinear) -> Adapter:
     """One expert, or all experts of a projection in one adapter; one that is always on (no role) is a plain one."""
     if role is not None and not role.plain and config.placement in ("projection", "ffn"):
-        return mixture_of(config, linear.in_features, linear.out_features, role.experts)
+        return mixture_of(config, linear, role.experts)
     return ADAPTERS.get(config.adapter).for_linear(linear, config)
 
 
