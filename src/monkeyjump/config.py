@@ -137,6 +137,13 @@ class MonkeyJumpConfig(PeftConfig):
         "threshold: none (as published, it never learns), ste (straight-through), subtract (gate minus threshold).",
         "none",
     )
+    extra_experts: list[str] | None = _help(
+        "Learned router, placement='block': further experts of each block (MoA): parallel, a bottleneck beside the "
+        "feed-forward; prompt, learned states that every query also attends to.",
+        None,
+    )
+    parallel_width: int = _help("extra_experts 'parallel': width of the bottleneck.", 16)
+    prompt_length: int = _help("extra_experts 'prompt': number of learned states.", 10)
     aux_loss_weight: float = _help("Weight of the load-balance loss of learned softmax routers.", 0.0)
     lb_norm: str = _help("Balance loss of an even load: switch, 1; mixtral, top_k.", "switch")
     lb_reduce: str = _help(

@@ -28,6 +28,7 @@ ROUTE_SPACES = ("raw", "centered")
 CENTER_INITS = ("kmeans", "random", "random_normalized", "random_tokens")
 EMA_ASSIGNS = ("topk", "top1")
 EMA_SPACES = ("normalized", "raw")
+EXTRAS = ("parallel", "prompt")
 RANKED = ("lora", "lora_fa", "adalora")  # adapters whose ranks can be used one by one
 
 
@@ -100,6 +101,8 @@ def _number_problems(config: MonkeyJumpConfig) -> list[str]:
         "r": (1, "use 1 or more"),
         "degree": (1, "use 1 or more (15 is the published value)"),
         "tasks": (1, "MoRE's authors use 8"),
+        "parallel_width": (1, "MoA's authors use 16"),
+        "prompt_length": (1, "MoA's authors use 10"),
         "init_tokens": (1, "the paper uses 50000"),
         "ema_interval": (1, "1 updates after every training forward"),
         "ema_stop": (0, "0 never moves the centres"),
@@ -218,8 +221,16 @@ def _mixture_problems(config: MonkeyJumpConfig) -> list[str]:
 
 
 def _structure_problems(config: MonkeyJumpConfig) -> list[str]:
-    """What whole feed-forwards (MixLoRA) and nested ranks (MoRE) ask for."""
+    """What whole feed-forwards (MixLoRA), nested ranks (MoRE) and further experts (MoA) ask for."""
     found = []
+    extras = config.extra_experts or []
+    if not isinstance(extras, list) or len(set(extras)) < len(extras) or not set(extras) <= set(EXTRAS):
+        found.append(f"extra_experts={extras!r} must be a list of {' and '.join(EXTRAS)}, each once at most.")
+    elif extras and (config.placement != "block" or config.router not in LEARNED_ROUTERS):
+        found.append(
+            f"extra_experts={extras} are experts of a block with a learned router, not of placement="
+            f"{config.placement!r} with router={config.router!r}: set router='sigmoid', or drop them."
+        )
     if config.placement == "ffn" and config.router == "sigmoid":
         found.append("router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "
                      "router='linear'.")  # fmt: skip

@@ -39,7 +39,8 @@ class AttentionPrompt(nn.Module):
         q = q.unflatten(-1, (H, -1))
         groups = k.shape[-1] // q.shape[-1]
         k, v = (t.unflatten(-1, (groups, -1)).repeat_interleave(H // groups, dim=1).to(q.dtype) for t in (k, v))
-        scores = torch.einsum("bthd,phd->bthp", q, k).float() * q.shape[-1] ** -0.5
+        precise = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.einsum("bthd,phd->bthp", q, k).to(precise) * q.shape[-1] ** -0.5
         attended = torch.einsum("bthp,phd->bthd", torch.softmax(scores, -1).to(q.dtype), v)
         strength = torch.tanh(self.head_gate).unsqueeze(-1) * gate.unsqueeze(-1)  # [B, T, H, 1]
         return (attended * strength).to(q.dtype).flatten(-2)

@@ -67,11 +67,12 @@ def mola(protocol: str) -> dict[str, Any]:
 def moa(protocol: str) -> dict[str, Any]:
     """MoA (Cao et al., 2025): one sigmoid router per block over the block's own adapters, each gate for itself.
 
-    Published here: LoRA on q, k, v, o and down, SwiGLU router, soft gates, rank 8, alpha 8. Not matched: the parallel
-    bottleneck and the prompt expert of the authors' full mix are left out, and the router reads the block's input as in
-    their LLaMA code (their Transformers port reads it after the norm). Sparse: `threshold=0.5`; as published the
-    threshold never learns (`threshold_grad`). `mj_paper`: LoRA on the shared targets and a linear router; soft gates
-    have no top-k to match.
+    Published: LoRA on q, k, v, o and down, the parallel bottleneck (width 16) and the prompt (length 10), SwiGLU
+    router, soft gates, rank 8, alpha 8. Not matched: the prompt meets the query before its rotation, not after (no
+    model code is touched), and the router reads the block's input as in their LLaMA code (their Transformers port reads
+    it after the norm). The bottleneck starts nearly, not exactly, at zero. LoRA alone: `extra_experts=[]`. Sparse:
+    `threshold=0.5`; as published the threshold never learns (`threshold_grad`). `mj_paper`: LoRA on the shared targets
+    and a linear router; soft gates have no top-k to match.
     """
     settings = {
         "adapter": "lora",
@@ -83,7 +84,15 @@ def moa(protocol: str) -> dict[str, Any]:
     if protocol == "mj_paper":
         return settings
     targets = [*ATTENTION, "down_proj"]
-    return {**settings, "router_hidden": "swiglu", "target_modules": targets, "r": 8, "alpha": 8.0}
+    extras = ["parallel", "prompt"]
+    return {
+        **settings,
+        "router_hidden": "swiglu",
+        "extra_experts": extras,
+        "target_modules": targets,
+        "r": 8,
+        "alpha": 8.0,
+    }
 
 
 def moe_lora_fa(protocol: str) -> dict[str, Any]:

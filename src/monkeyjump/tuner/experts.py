@@ -7,9 +7,12 @@ from torch import nn
 from monkeyjump.adapters import ADAPTERS, Adapter
 from monkeyjump.adapters.base import BaseLinear
 from monkeyjump.adapters.mixture import mixture_of
+from monkeyjump.adapters.parallel import ParallelBottleneck
+from monkeyjump.adapters.prompt import AttentionPrompt
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.ranks import RankSelector
+from monkeyjump.tuner.extra_placement import Extra
 from monkeyjump.tuner.placement import Role
 
 
@@ -29,3 +32,10 @@ def new_router(config: MonkeyJumpConfig, role: Role | None, in_features: int) ->
     if config.placement == "projection" and config.router_scope == "projection":
         return LearnedRouter(in_features, role.experts, config)
     return LearnedRouter(role.width, role.experts, config) if role.first else None
+
+
+def new_extra(extra: Extra, config: MonkeyJumpConfig, width: int) -> nn.Module:
+    """A further expert of a block whose states are `width` wide."""
+    if extra.kind == "parallel":
+        return ParallelBottleneck(width, config.parallel_width)
+    return AttentionPrompt(config.prompt_length, width, extra.heads)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import Adapter, Gate
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.tuner.experts import new_adapter, new_router
+from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.placement import Role, linear_shape
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     interrupted one would have.
     """
 
-    adapter_layer_names = ("monkeyjump_adapter", "monkeyjump_router")
+    adapter_layer_names = ("monkeyjump_adapter", "monkeyjump_router", "monkeyjump_parallel", "monkeyjump_prompt")
     other_param_names = (
         "monkeyjump_center",
         "monkeyjump_mean",
@@ -95,6 +95,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self.quantization_backend = resolve_quantization_backend(self.get_base_layer(), **quantization)
         self.monkeyjump_adapter = nn.ModuleDict()
         self.monkeyjump_router = nn.ModuleDict()
+        self.monkeyjump_parallel = nn.ModuleDict()
+        self.monkeyjump_prompt = nn.ModuleDict()
         for name in self.other_param_names:
             setattr(self, name, Fp32BufferDict())
         self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
@@ -109,6 +111,9 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         router = new_router(config, role, self.in_features)
         if router is not None:
             self.monkeyjump_router[adapter_name] = router
+        if role is not None:
+            for extra in role.extras:
+                getattr(self, f"monkeyjump_{extra.kind}")[adapter_name] = new_extra(extra, config, role.width)
         if role is not None and config.uses_centers:
             width = role.width
             self.monkeyjump_center[adapter_name] = torch.zeros(width)

@@ -16,12 +16,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from monkeyjump.adapters import ADAPTERS, Adapter
+from monkeyjump.adapters.parallel import ParallelBottleneck
+from monkeyjump.adapters.prompt import AttentionPrompt
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedRouter
+from monkeyjump.routing.ranks import RankSelector
 from monkeyjump.tuner.block import BlockRouter
 from monkeyjump.tuner.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
+from monkeyjump.tuner.extras import HeterogeneousRouter
 from monkeyjump.tuner.ffn import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.learned import LearnedBlockRouter
@@ -85,7 +89,7 @@ class MonkeyJumpModel(BaseTuner):
             layer = MonkeyJumpLayer(target, self.routing, get_quantization_kwargs(self.model), current_key)
         layer.update_layer(adapter_name, peft_config, role, inference_mode=peft_config.inference_mode)
         if adapter_name not in self.active_adapters:
-            for container in (layer.monkeyjump_adapter, layer.monkeyjump_router):
+            for container in (getattr(layer, part) for part in layer.adapter_layer_names):
                 if adapter_name in container:
                     container[adapter_name].requires_grad_(False)
         if layer is not target:
@@ -155,6 +159,8 @@ def router_class(config: MonkeyJumpConfig, block: Block) -> type[BlockRouter]:
     """What turns the states that enter a block into gates."""
     if config.placement == "nested":
         return NestedRouter
+    if block.extras:
+        return HeterogeneousRouter
     if config.placement == "ffn":
         return FeedForwardExperts if block.routed else IdleRouter
     if config.placement == "projection" or config.learns_router:
@@ -199,7 +205,8 @@ def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
     with torch.device("meta"):
         owners: list[nn.Module] = [ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS]
         sigmoid = MonkeyJumpConfig(router="sigmoid", router_hidden="swiglu", threshold=0.5)
-        owners.append(LearnedRouter(1, 1, sigmoid))
+        owners += [LearnedRouter(1, 1, sigmoid), RankSelector(1, 1, 1, "none")]
+        owners += [ParallelBottleneck(1, 1), AttentionPrompt(1, 1, 1)]
     taken = sorted({name for owner in owners for name in owner.state_dict()})
     if adapter_name in taken:
         raise ConfigError(

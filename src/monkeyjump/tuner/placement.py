@@ -18,6 +18,7 @@ from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tuner.extra_placement import Extra, plan_extras
 from monkeyjump.tuner.ffn_placement import feed_forward_problem, in_attention, seen_from_feed_forward
 
 # Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
@@ -47,6 +48,7 @@ class Block:
     names: tuple[str, ...]  # what to call them, e.g. ("q_proj", "k_proj", "v_proj")
     experts: int = 0  # gates of a router: the routed projections, or the experts that each of them holds
     feed_forward: str = ""  # placement="ffn": path of the module whose experts the routed projections are
+    extras: tuple[Extra, ...] = ()  # further experts of the block, after the routed projections
     host: str = ""  # where nothing is routed: the projection that the router hangs on
 
 
@@ -58,6 +60,7 @@ class Role:
     experts: int  # gates of a router in this block
     first: bool  # whether what the block has once (a learned router) hangs on this projection
     plain: bool = False  # whether its own adapter is always on all the same
+    extras: tuple[Extra, ...] = ()  # further experts of the block that hang on this projection
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Placement:
         """What the projection at `path` is; None for one that is always on."""
         for block in self.blocks:
             if path in block.routed:
-                return Role(block.width, block.experts, first=path == block.routed[0])
+                first = path == block.routed[0]
+                return Role(block.width, block.experts, first, extras=block.extras if first else ())
             if path == block.host:
                 return Role(block.width, block.experts, first=True, plain=True)
         return None
@@ -214,8 +218,18 @@ def _plan_blocks(
             problems += feed_forward_problem(home, routed)
             blocks.append(seen_from_feed_forward(block, routed))
         elif routed:
-            blocks.append(block)
+            linears = [path for path in _free_linears(modules) if path.startswith(f"{home}.")]
+            extras, found = plan_extras(home, linears, modules, config.extra_experts or [])
+            problems += found
+            names, experts_here = (*block.names, *(extra.kind for extra in extras)), block.experts + len(extras)
+            blocks.append(replace(block, extras=extras, names=names, experts=experts_here))
     return blocks, problems
+
+
+def _free_linears(modules: dict[str, nn.Module]) -> list[str]:
+    """Linear layers, adapted or not, but not the ones inside adapted layers."""
+    inside = _inside_tuner_layers(modules)
+    return [path for path, module in modules.items() if path not in inside and _is_linear(module)]
 
 
 def spread_experts(config: MonkeyJumpConfig, routed_by_block: dict[str, list[str]]) -> dict[str, int]:
