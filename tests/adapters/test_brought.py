@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 
 import monkeyjump as mj
 from tests.adapters.peers import biased_llama
@@ -164,3 +164,18 @@ def test_centres_can_be_initialised_and_parameters_counted(case: dict[str, Any])
     mj.initialize_centers(model, [lm_batch(seed=i) for i in range(4)], num_tokens=64, progress=False)
     count = mj.count_parameters(model)
     assert count.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@every
+@pytest.mark.parametrize("other", ["lora", "propulsion", "dora", "vera", "ia3"])
+def test_tensors_of_another_kind_are_refused(case: dict[str, Any], other: str) -> None:
+    """No two kinds call their tensors alike, so none is ever taken for the other."""
+    if other == case["adapter"]:
+        return
+    model = adapted(biased_llama(), **case)
+    before = adapter_tensors(model)
+    with pytest.raises(mj.ConfigError, match="cannot be loaded"):
+        set_peft_model_state_dict(
+            model, get_peft_model_state_dict(adapted(biased_llama(), **{**case, "adapter": other}))
+        )
+    assert_same(adapter_tensors(model), before)

@@ -39,13 +39,13 @@ def peft_dora(model: PeftModel, dropout: float = 0.0, dtype: torch.dtype = torch
                 module.lora_A["default"].weight.copy_(adapter.A)
                 module.lora_B["default"].weight.copy_(adapter.B)
                 norm = own[path].get_base_weight().float().norm(dim=1)
-                module.lora_magnitude_vector["default"].weight.copy_(norm + adapter.offset)
+                module.lora_magnitude_vector["default"].weight.copy_(norm + adapter.magnitude_offset)
     return other
 
 
 def peft_name(name: str) -> str:
     path, _, tensor = name.rpartition(".monkeyjump_adapter.default.")
-    return f"{path}.{'lora_magnitude_vector' if tensor == 'offset' else f'lora_{tensor}'}.default.weight"
+    return f"{path}.{'lora_magnitude_vector' if tensor == 'magnitude_offset' else f'lora_{tensor}'}.default.weight"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -66,7 +66,7 @@ def test_bf16_base_agrees_with_peft_to_the_rounding_of_its_norm() -> None:
 def by_hand(adapter: DoraAdapter, linear: nn.Linear, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """A straight line between the frozen weight and the decomposed one."""
     direction = linear.weight + adapter.scaling * adapter.B @ adapter.A
-    magnitude = linear.weight.norm(dim=1) + adapter.offset
+    magnitude = linear.weight.norm(dim=1) + adapter.magnitude_offset
     decomposed = (magnitude / direction.norm(dim=1)).unsqueeze(1) * direction
     return (1 - gate) * (x @ linear.weight.T) + gate * (x @ decomposed.T) + linear.bias
 
@@ -125,9 +125,24 @@ def test_merged_and_taken_out_again() -> None:
 def test_weight_decay_pulls_towards_the_magnitude_of_the_base() -> None:
     model = dora(layers_to_route=[])
     adapter: Any = next(iter(layers_of(model).values())).monkeyjump_adapter["default"]
-    start = adapter.offset.detach().clone()
-    optimizer = torch.optim.AdamW([adapter.offset], lr=1e-2, weight_decay=1.0)
-    adapter.offset.grad = torch.zeros_like(adapter.offset)
+    start = adapter.magnitude_offset.detach().clone()
+    optimizer = torch.optim.AdamW([adapter.magnitude_offset], lr=1e-2, weight_decay=1.0)
+    adapter.magnitude_offset.grad = torch.zeros_like(adapter.magnitude_offset)
     for _ in range(100):
         optimizer.step()
-    torch.testing.assert_close(adapter.offset.detach(), start * 0.99**100, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(adapter.magnitude_offset.detach(), start * 0.99**100, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_gradients_by_finite_differences(routed: bool) -> None:
+    """Of everything but the norm, which is a constant for the gradient: A and B are left out of the comparison."""
+    layer = next(iter(layers_of(dora(torch.float64)).values()))
+    adapter: Any = layer.monkeyjump_adapter["default"].double()
+    x = torch.randn(3, layer.in_features, dtype=torch.float64, requires_grad=True)
+    base = torch.randn(3, layer.out_features, dtype=torch.float64, requires_grad=True)
+    gate = torch.rand(3, 1, dtype=torch.float64, requires_grad=True) if routed else None
+
+    def call(x: torch.Tensor, base: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return adapter(x, base, base, gate)
+
+    assert torch.autograd.gradcheck(call, (x, base, adapter.magnitude_offset, *([gate] if routed else [])), atol=1e-6)

@@ -36,13 +36,13 @@ def peft_ia3(model: PeftModel, base: Any, targets: list[str], feedforward: list[
     with torch.no_grad():
         for path, module in other.named_modules():
             if hasattr(module, "ia3_l"):
-                offset: Any = own[path].monkeyjump_adapter["default"].offset
+                offset: Any = own[path].monkeyjump_adapter["default"].ia3_offset
                 module.ia3_l["default"].copy_((1 + offset).view_as(module.ia3_l["default"]))
     return other
 
 
 def peft_name(name: str) -> str:
-    return name.replace(".monkeyjump_adapter.default.offset", ".ia3_l.default")
+    return name.replace(".monkeyjump_adapter.default.ia3_offset", ".ia3_l.default")
 
 
 def test_always_on_equals_peft() -> None:
@@ -71,7 +71,7 @@ def test_transposed_weights_equal_peft_too() -> None:
 
 
 def by_hand(adapter: Ia3Adapter, linear: nn.Linear, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    vector = 1 + gate * adapter.offset
+    vector = 1 + gate * adapter.ia3_offset
     return linear(x) * vector if adapter.linear is None else linear(x * vector)
 
 
@@ -83,7 +83,7 @@ def test_routed_by_hand() -> None:
 def test_a_scaling_below_the_resolution_of_bf16_around_one_survives() -> None:
     adapter = Ia3Adapter(4, 4, mj_config(adapter="ia3"))
     with torch.no_grad():
-        adapter.offset.fill_(1e-4)
+        adapter.ia3_offset.fill_(1e-4)
     y = torch.ones(2, 4).bfloat16()
     delta = adapter.delta(y, y, None)
     assert delta.dtype == torch.bfloat16

@@ -39,7 +39,7 @@ class DoraAdapter(LoraAdapter):
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
-        self.offset = nn.Parameter(torch.zeros(out_features, dtype=torch.float32))
+        self.magnitude_offset = nn.Parameter(torch.zeros(out_features, dtype=torch.float32))
 
     @classmethod
     def for_linear(cls, linear: BaseLinear, config: MonkeyJumpConfig) -> Self:
@@ -52,7 +52,7 @@ class DoraAdapter(LoraAdapter):
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             own, norm = ops.row_norms(weight, self.A, self.B * self.scaling)
             norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)  # a row of zeros stays one: 0 / tiny
-        return (own + self.offset) / norm
+        return (own + self.magnitude_offset) / norm
 
     def straight(self, x: torch.Tensor, base: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input after dropout, and W times it."""
@@ -88,7 +88,7 @@ class DoraMixture(_Experts, DoraAdapter):
 
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(linear.in_features, linear.out_features, config, experts)
-        self.offset = nn.Parameter(torch.zeros(experts, linear.out_features, dtype=torch.float32))
+        self.magnitude_offset = nn.Parameter(torch.zeros(experts, linear.out_features, dtype=torch.float32))
         self.linear = linear
 
     def factors(self, weight: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class DoraMixture(_Experts, DoraAdapter):
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             own, norm = ops.row_norms(weight, A, B * self.scaling)
             norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        return (own + self.offset) / norm
+        return (own + self.magnitude_offset) / norm
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         assert self.linear is not None

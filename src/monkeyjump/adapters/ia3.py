@@ -39,7 +39,9 @@ class Ia3Adapter(Adapter):
     ) -> None:
         super().__init__(in_features, out_features, config)
         self.linear = linear
-        self.offset = nn.Parameter(torch.empty(out_features if linear is None else in_features, dtype=torch.float32))
+        self.ia3_offset = nn.Parameter(
+            torch.empty(out_features if linear is None else in_features, dtype=torch.float32)
+        )
         self.reset_parameters()
 
     @classmethod
@@ -56,11 +58,11 @@ class Ia3Adapter(Adapter):
         return super().option_problems(options)
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.offset)
+        nn.init.zeros_(self.ia3_offset)
 
     def factor(self, gate: Gate) -> torch.Tensor:
         """gate * (l - 1), in fp32."""
-        return self.offset if gate is None else self.offset * gate
+        return self.ia3_offset if gate is None else self.ia3_offset * gate
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         factor = self.factor(gate)  # fp32 until it meets the activation
@@ -71,7 +73,7 @@ class Ia3Adapter(Adapter):
     def merged(
         self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        factor = (1 + self.offset) ** sign
+        factor = (1 + self.ia3_offset) ** sign
         if self.linear is not None:
             return (weight.float() * factor).to(weight.dtype), bias
         scaled = (weight.float() * factor[:, None]).to(weight.dtype)
@@ -90,16 +92,16 @@ class Ia3Mixture(Ia3Adapter):
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
         scaled = Ia3Adapter.for_linear(linear, config).linear
         super().__init__(linear.in_features, linear.out_features, config, scaled)
-        self.offset = nn.Parameter(self.offset.detach().repeat(experts, 1))
+        self.ia3_offset = nn.Parameter(self.ia3_offset.detach().repeat(experts, 1))
 
     def factor(self, gate: Gate) -> torch.Tensor:
-        return self.offset.sum(0) if gate is None else gate.to(self.offset.dtype) @ self.offset
+        return self.ia3_offset.sum(0) if gate is None else gate.to(self.ia3_offset.dtype) @ self.ia3_offset
 
     def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         """What every expert alone would add for the tokens x [S, D], without its gate: [S, N, O]."""
         if self.linear is None:
-            return base.unsqueeze(-2) * self.offset
-        return F.linear((x.unsqueeze(-2) * self.offset).to(x.dtype), self.linear.weight().to(x.dtype))
+            return base.unsqueeze(-2) * self.ia3_offset
+        return F.linear((x.unsqueeze(-2) * self.ia3_offset).to(x.dtype), self.linear.weight().to(x.dtype))
 
     def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
         raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
