@@ -212,6 +212,9 @@ def test_balance_loss_reaches_the_router_of_a_model_without_feed_forward_targets
     disturb_all(model)
     model.train()(**lm_batch()).loss.backward()
     assert all(gradient.abs().sum() > 0 for gradient in gradients(model).values())
+    silent = wrap(tiny_llama(), mixlora(target_modules=ATTENTION, aux_loss_weight=0.0)).train()
+    silent(**lm_batch()).loss.backward()
+    assert all(name in gradients(silent) for name in gradients(model))  # zero, not missing: DDP asks for that
     plain = wrap(
         tiny_llama(), mj.methods.build("lora", r=2, alpha=mixlora().alpha, dropout=0.0, target_modules=ATTENTION)
     )

@@ -67,7 +67,7 @@ class RankSelector(nn.Module):
 
     def task_logits(self, h: torch.Tensor) -> torch.Tensor:
         """Cosine of a pooled state h [..., W] with every task embedding, over the temperature: [..., K]."""
-        return F.normalize(h.float(), dim=-1) @ F.normalize(self.tasks, dim=-1).T / TEMPERATURE
+        return F.normalize(h.to(self.tasks.dtype), dim=-1) @ F.normalize(self.tasks, dim=-1).T / TEMPERATURE
 
     def _apply(self, fn, recurse=True):
         return super()._apply(at_least_fp32(fn), recurse)

@@ -178,3 +178,12 @@ class IdleRouter(LearnedBlockRouter):
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
         super().add(adapter_name, config, block, layers)
         layers[0].routers.pop(adapter_name)  # its adapter is always on
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Route, for the balance loss; without one, give the router a gradient of zero instead of none."""
+        super().before(module, args, kwargs)
+        h = hidden_states(args, kwargs, self.path)
+        for name, gates in self.gates.items():
+            if self.configs[name].aux_loss_weight == 0 and torch.is_grad_enabled():
+                h = h + 0.0 * gates.sum().to(h.dtype)
+        return ((h, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": h})

@@ -143,10 +143,17 @@ class NestedRouter(LearnedBlockRouter):
         """The state that stands for each row, fp32 [B, D]."""
         weights = self.calls[name].weights
         assert weights is not None
+        if x.shape[:-1].numel() != weights.numel():
+            raise ConfigError(
+                f"a projection of block {self.path!r} sees {tuple(x.shape[:-1])} tokens, but the block was entered by "
+                f"{self.shape}: no state of its own stands for a row. Exclude it with exclude_modules, or pass "
+                "task_ids and set contrastive_weight=0."
+            )
         x = x.reshape(*self.shape, x.shape[-1])
         # a row of zeros in `weights` must also silence what padding may hold: NaN times 0 is NaN
         real = (weights > 0).unsqueeze(-1).to(x.device)
-        return torch.einsum("bt,btd->bd", weights.to(x.device), x.masked_fill(~real, 0.0).float())
+        x = x.masked_fill(~real, 0.0).to(torch.promote_types(x.dtype, torch.float32))
+        return torch.einsum("bt,btd->bd", weights.to(x), x)
 
     def _stage_task_loss(self, name: str, position: int, selector: RankSelector, x: torch.Tensor) -> None:
         """Cross-entropy of the row's state against the true task, the authors' contrastive loss."""
