@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 
 import monkeyjump as mj
@@ -33,11 +32,11 @@ def config_of(method: str, **changes: Any) -> mj.MonkeyJumpConfig:
     return mj.methods.build(method, "mj_paper", **settings)
 
 
-def fresh(method: str, **changes: Any) -> PeftModel:
+def fresh(method: str, **changes: Any) -> Any:
     return wrap(tiny_llama(LAYERS.get(method, 2)), config_of(method, **changes))
 
 
-def moved(method: str, **changes: Any) -> PeftModel:
+def moved(method: str, **changes: Any) -> Any:
     model = fresh(method, **changes)
     disturb(model)
     spread(model)

@@ -94,10 +94,20 @@ def test_frozen_factors_are_buffers(qwen2: Any) -> None:
 
 
 def test_the_names() -> None:
-    contract = (
-        "lora lora_fa adalora propulsion moelora mixlora hydralora mola more moa moe_lora_fa moe_adalora "
-        "moe_propulsion mjlora mjlorafa mjadalora mjpropulsion"
-    ).split()
+    plain = ["lora", "lora_fa", "adalora", "propulsion"]
+    mixtures = [
+        "moelora",
+        "mixlora",
+        "hydralora",
+        "mola",
+        "more",
+        "moa",
+        "moe_lora_fa",
+        "moe_adalora",
+        "moe_propulsion",
+    ]
+    monkey_jump = ["mjlora", "mjlorafa", "mjadalora", "mjpropulsion"]
+    contract = plain + mixtures + monkey_jump
     controls = ["mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle"]
     assert mj.methods.names() == contract + controls
     assert len(contract) == 17
