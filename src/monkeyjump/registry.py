@@ -55,6 +55,10 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         return [*self._homes, *(name for name in self._entries if name not in self._homes)]
 
+    def built_in(self, name: str) -> bool:
+        """Whether it comes with the library."""
+        return name in self._homes
+
     def __contains__(self, name: object) -> bool:
         return name in self._homes or name in self._entries
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import nn
 
 import monkeyjump as mj
@@ -101,6 +102,27 @@ def test_names_are_taken_once(registered: dict[str, Any]) -> None:
             register(Mine)
     with pytest.raises(ValueError, match="comes with the library"):
         ADAPTERS.remove("lora")
+
+
+def test_names_of_its_tensors_are_taken_and_a_broken_one_harms_nobody_else(registered: dict[str, Any]) -> None:
+    with pytest.raises(mj.ConfigError, match="adapter name 'spectrum' is also the name of a tensor"):
+        get_peft_model(tiny_llama(1), mj_config(adapter="spectral"), adapter_name="spectrum")
+
+    @register
+    class Broken(Adapter):
+        name = "broken"
+
+        def __init__(self, in_features: int, out_features: int, config: mj.MonkeyJumpConfig) -> None:
+            raise RuntimeError("on purpose")
+
+    try:
+        wrap(tiny_llama(1))
+        base = tiny_llama(1)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            wrap(base, adapter="broken")
+        assert not any("monkeyjump" in name for name, _ in base.named_modules())
+    finally:
+        ADAPTERS.remove("broken")
 
 
 def test_bf16_and_checkpointing(registered: dict[str, Any]) -> None:

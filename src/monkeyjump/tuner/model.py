@@ -203,7 +203,9 @@ def _call_when_wrapped(tuner: MonkeyJumpModel) -> None:
 def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
     """PEFT tells adapters apart by parts of keys: one called like a tensor would take that tensor from all others."""
     with torch.device("meta"):
-        owners: list[nn.Module] = [ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS]
+        owners: list[nn.Module] = [
+            ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS if ADAPTERS.built_in(kind) or kind == config.adapter
+        ]
         sigmoid = MonkeyJumpConfig(router="sigmoid", router_hidden="swiglu", threshold=0.5)
         owners += [LearnedRouter(1, 1, sigmoid), RankSelector(1, 1, 1, "none")]
         owners += [ParallelBottleneck(1, 1), AttentionPrompt(1, 1, 1)]
