@@ -21,6 +21,7 @@ from tests.helpers import (
     lm_batch,
     padded,
     routing_state,
+    tiny_llama,
     token_ids,
     train_steps,
     wrap,
@@ -179,3 +180,13 @@ def test_tensors_of_another_kind_are_refused(case: dict[str, Any], other: str) -
             model, get_peft_model_state_dict(adapted(biased_llama(), **{**case, "adapter": other}))
         )
     assert_same(adapter_tensors(model), before)
+
+
+@every
+def test_compiled_without_a_graph_break(case: dict[str, Any]) -> None:
+    """VeRA derives its matrices in the first forward, which must not be the compiled one."""
+    model = adapted(tiny_llama(1), **case).train()
+    batch = {"input_ids": lm_batch()["input_ids"]}
+    expected = model(**batch).logits
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch).logits, expected)

@@ -125,15 +125,6 @@ def test_inference_first_training_later() -> None:
         assert torch.equal(copied.eval()(**lm_batch()).logits, model.eval()(**lm_batch()).logits)
 
 
-def test_compiled_whole_after_one_eager_forward() -> None:
-    model = adapted(tiny_llama(1), adapter="vera", r=4).eval()
-    batch = {"input_ids": lm_batch()["input_ids"]}
-    with torch.no_grad():
-        expected = model(**batch).logits
-        compiled = torch.compile(model, backend="eager")
-        torch.testing.assert_close(compiled(**batch).logits, expected)
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
