@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from monkeyjump.config_structures import structure_problems
 from monkeyjump.registry import ADAPTERS, did_you_mean
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ ROUTE_SPACES = ("raw", "centered")
 CENTER_INITS = ("kmeans", "random", "random_normalized", "random_tokens")
 EMA_ASSIGNS = ("topk", "top1")
 EMA_SPACES = ("normalized", "raw")
-EXTRAS = ("parallel", "prompt")
-RANKED = ("lora", "lora_fa", "adalora")  # adapters whose ranks can be used one by one
 
 
 def config_problems(config: MonkeyJumpConfig) -> list[str]:
@@ -40,7 +39,7 @@ def config_problems(config: MonkeyJumpConfig) -> list[str]:
         *_number_problems(config),
         *_module_problems(config),
         *_mixture_problems(config),
-        *_structure_problems(config),
+        *structure_problems(config, LEARNED_ROUTERS),
         *_adalora_problems(config),
     ]
 
@@ -217,38 +216,6 @@ def _mixture_problems(config: MonkeyJumpConfig) -> list[str]:
         )
     if config.task_width is not None and (not _is_int(config.task_width) or config.task_width < 1):
         found.append(f"task_width={config.task_width!r} must be an integer >= 1, or None for the projection's width.")
-    return found
-
-
-def _structure_problems(config: MonkeyJumpConfig) -> list[str]:
-    """What whole feed-forwards (MixLoRA), nested ranks (MoRE) and further experts (MoA) ask for."""
-    found = []
-    extras = config.extra_experts or []
-    if not isinstance(extras, list) or len(set(extras)) < len(extras) or not set(extras) <= set(EXTRAS):
-        found.append(f"extra_experts={extras!r} must be a list of {' and '.join(EXTRAS)}, each once at most.")
-    elif extras and (config.placement != "block" or config.router not in LEARNED_ROUTERS):
-        found.append(
-            f"extra_experts={extras} are experts of a block with a learned router, not of placement="
-            f"{config.placement!r} with router={config.router!r}: set router='sigmoid', or drop them."
-        )
-    if config.placement == "ffn" and config.router == "sigmoid":
-        found.append("router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "
-                     "router='linear'.")  # fmt: skip
-    if config.placement == "ffn" and config.router == "linear" and not config.renormalize:
-        found.append(
-            "renormalize=False would shrink the feed-forward itself, whose outputs placement='ffn' mixes: set "
-            "renormalize=True, so that the weights sum to 1."
-        )
-    if config.placement == "nested" and config.adapter not in RANKED:
-        found.append(
-            f"adapter={config.adapter!r} has no ranks that placement='nested' could choose from: use one of "
-            f"{', '.join(RANKED)}."
-        )
-    if config.placement == "nested" and config.task_width is not None and config.contrastive_weight:
-        found.append(
-            f"task_width={config.task_width} embeddings cannot be compared with states, which contrastive_weight="
-            f"{config.contrastive_weight} does: set contrastive_weight=0, or task_width=None."
-        )
     return found
 
 

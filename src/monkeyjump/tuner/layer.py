@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from monkeyjump.adapters import Adapter, Gate
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
-from monkeyjump.tuner.placement import Role, linear_shape
+from monkeyjump.tuner.module_paths import linear_shape
+from monkeyjump.tuner.placement import Role
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.block import BlockRouter

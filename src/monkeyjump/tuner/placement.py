@@ -9,10 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
@@ -20,6 +17,17 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tuner.extra_placement import Extra, plan_extras
 from monkeyjump.tuner.ffn_placement import feed_forward_problem, in_attention, seen_from_feed_forward
+from monkeyjump.tuner.module_paths import (
+    block_index,
+    block_of,
+    free_linears,
+    inside_tuner_layers,
+    is_linear,
+    linear_shape,
+    matches,
+    owner_of,
+    short_names,
+)
 
 # Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
 _CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
@@ -82,16 +90,16 @@ class Placement:
 def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str], bool]) -> Placement:
     """Plan an adapter on `model`. Raises one ConfigError that holds every problem."""
     modules = dict(model.named_modules())
-    inside = _inside_tuner_layers(modules)
+    inside = inside_tuner_layers(modules)
     targets = [path for path in modules if path and path not in inside and is_target(path)]
     problems = _name_problems(modules, targets, inside, config)
     problems += [
         f"target module {path!r} is a {type(module).__name__}; only linear layers can carry an adapter: "
         "leave it out of target_modules."
         for path in targets
-        if not _is_linear(module := modules[path])
+        if not is_linear(module := modules[path])
     ]
-    homes = {path: _block_of(path, modules) for path in targets}
+    homes = {path: block_of(path, modules) for path in targets}
     problems += _layer_problems(modules, homes, config)
     blocks, block_problems = _plan_blocks(modules, targets, homes, config)
     problems += block_problems
@@ -100,45 +108,15 @@ def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str],
     return Placement(tuple(targets), tuple(blocks))
 
 
-def block_index(path: str) -> int:
-    return int(path.rpartition(".")[2])
-
-
-def _inside_tuner_layers(modules: dict[str, nn.Module]) -> set[str]:
-    roots = tuple(f"{path}." for path, module in modules.items() if isinstance(module, BaseTunerLayer))
-    return {path for path in modules if path.startswith(roots)} if roots else set()
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    return isinstance(module, (nn.Linear, Conv1D)) or (
-        hasattr(module, "in_features") and hasattr(module, "out_features")
-    )
-
-
-def _block_of(path: str, modules: dict[str, nn.Module]) -> str | None:
-    """Path of the block a module is in: the element of the outermost ModuleList above it."""
-    parts = path.split(".")
-    for i in range(1, len(parts) - 1):
-        if isinstance(modules.get(".".join(parts[:i])), nn.ModuleList):
-            return ".".join(parts[: i + 1])
-    return None
-
-
-def _matches(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
-
-
 def _name_problems(
     modules: dict[str, nn.Module], targets: list[str], inside: set[str], config: MonkeyJumpConfig
 ) -> list[str]:
-    leaves = sorted({path.rpartition(".")[2] for path, m in modules.items() if path not in inside and _is_linear(m)})
+    leaves = sorted({path.rpartition(".")[2] for path, m in modules.items() if path not in inside and is_linear(m)})
     found = []
     if isinstance(config.target_modules, (list, set)):
         known = [path for path in modules if path not in inside]
         for name in config.target_modules:
-            if not any(_matches(path, name) for path in known):
+            if not any(matches(path, name) for path in known):
                 found.append(
                     f"target_modules names {name!r}, which no module of the model has.{did_you_mean(name, leaves)} "
                     f"Linear layers here: {', '.join(leaves)}."
@@ -149,7 +127,7 @@ def _name_problems(
             f"Linear layers here: {', '.join(leaves)}."
         )
     for name in config.shared_modules or []:
-        if targets and not any(_matches(path, name) for path in targets):
+        if targets and not any(matches(path, name) for path in targets):
             found.append(
                 f"shared_modules names {name!r}, which is not among the adapted modules: "
                 "add it to target_modules or take it out."
@@ -158,7 +136,7 @@ def _name_problems(
 
 
 def _layer_problems(modules: dict[str, nn.Module], homes: dict[str, str | None], config: MonkeyJumpConfig) -> list[str]:
-    linears = (_block_of(path, modules) for path, module in modules.items() if _is_linear(module))
+    linears = (block_of(path, modules) for path, module in modules.items() if is_linear(module))
     blocks = {
         "layers_to_transform": ("the model's blocks", sorted({block_index(home) for home in linears if home})),
         "layers_to_route": ("the adapted blocks", sorted({block_index(home) for home in homes.values() if home})),
@@ -186,7 +164,7 @@ def _plan_blocks(
     routed_by_block: dict[str, list[str]] = {}
     for path in targets:
         home = homes[path]
-        shared = any(_matches(path, name) for name in config.shared_modules or [])
+        shared = any(matches(path, name) for name in config.shared_modules or [])
         if home is None:
             if not shared:
                 problems.append(
@@ -218,18 +196,12 @@ def _plan_blocks(
             problems += feed_forward_problem(home, routed)
             blocks.append(seen_from_feed_forward(block, routed))
         elif routed:
-            linears = [path for path in _free_linears(modules) if path.startswith(f"{home}.")]
+            linears = [path for path in free_linears(modules) if path.startswith(f"{home}.")]
             extras, found = plan_extras(home, linears, modules, config.extra_experts or [])
             problems += found
             names, experts_here = (*block.names, *(extra.kind for extra in extras)), block.experts + len(extras)
             blocks.append(replace(block, extras=extras, names=names, experts=experts_here))
     return blocks, problems
-
-
-def _free_linears(modules: dict[str, nn.Module]) -> list[str]:
-    """Linear layers, adapted or not, but not the ones inside adapted layers."""
-    inside = _inside_tuner_layers(modules)
-    return [path for path, module in modules.items() if path not in inside and _is_linear(module)]
 
 
 def spread_experts(config: MonkeyJumpConfig, routed_by_block: dict[str, list[str]]) -> dict[str, int]:
@@ -294,50 +266,17 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
 
 
 def _block(home: str, routed: list[str], modules: dict[str, nn.Module], several_lists: bool) -> Block:
-    owner = _owner_of(home, modules)
+    owner = owner_of(home, modules)
     return Block(
         key=home if several_lists else str(block_index(home)),
         path=home,
         owner=owner,
         width=_width(modules[owner], modules[routed[0]]),
         routed=tuple(routed),
-        names=tuple(_short_names(home, routed)),
+        names=tuple(short_names(home, routed)),
     )
-
-
-def _owner_of(home: str, modules: dict[str, nn.Module]) -> str:
-    """The innermost pretrained model around the list of blocks, else the module that holds the list."""
-    holder = home.rpartition(".")[0].rpartition(".")[0]
-    path = holder
-    while True:
-        if isinstance(modules[path], PreTrainedModel):
-            return path
-        if not path:
-            return holder
-        path = path.rpartition(".")[0]
 
 
 def _width(owner: nn.Module, first_routed: nn.Module) -> int:
     width = getattr(getattr(owner, "config", None), "hidden_size", None)
     return int(width) if isinstance(width, int) else linear_shape(first_routed)[0]
-
-
-def linear_shape(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of a linear layer of any kind."""
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    if isinstance(module, Conv1D):
-        return module.weight.shape[0], module.weight.shape[1]
-    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
-
-
-def _short_names(home: str, routed: list[str]) -> list[str]:
-    """The shortest suffixes of the paths that tell the projections of a block apart."""
-    relative = [path.removeprefix(f"{home}.").split(".") for path in routed]
-    names = []
-    for parts in relative:
-        for depth in range(1, len(parts) + 1):
-            if sum(other[-depth:] == parts[-depth:] for other in relative) == 1 or depth == len(parts):
-                names.append(".".join(parts[-depth:]))
-                break
-    return names

@@ -21,7 +21,8 @@ from torch import nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tuner.placement import _is_linear, place
+from monkeyjump.tuner.module_paths import is_linear
+from monkeyjump.tuner.placement import place
 
 # Decided by the LoRA adapter itself, with what to do instead.
 FIXED = {
@@ -147,7 +148,7 @@ def _layer_problems(layers: dict[str, LoraLayer], chosen: dict[str, LoraLayer], 
 
 
 def _is_plain_linear(layer: LoraLayer) -> bool:
-    return _is_linear(layer.get_base_layer()) and not isinstance(layer, ParamWrapper)
+    return is_linear(layer.get_base_layer()) and not isinstance(layer, ParamWrapper)
 
 
 def _common_facts(chosen: dict[str, LoraLayer], name: str) -> tuple[LoraFacts, list[str]]:
