@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import Any
 
 DEFAULT = "smollm2-135m"
@@ -34,18 +35,19 @@ def run(options: argparse.Namespace) -> int:
     base = _meta_model(options.model)
     targets = options.targets.split(",") if options.targets else None
     for preset in (options.preset,) if options.preset else mj.methods.PRESETS:
-        rows, problems = [], []
+        rows: list[list[str]] = []
+        problems: dict[str, list[str]] = {}  # message -> the methods it is about
         for name in mj.methods.names():
             try:
                 count = _count(name, preset, base, targets)
                 rows.append([name, f"{count.trainable:,}", f"{count.router:,}", f"{count.buffers:,}"])
             except ConfigError as error:
                 rows.append([name, "-", "-", "-"])
-                problems.append(f"{name}: {error}")
+                problems.setdefault(str(error), []).append(name)
         title = f"{options.model}, preset {preset}"
         console().print(table(title, ["method", "trainable", "of them router", "buffers"], rows, right=[1, 2, 3]))
-        for problem in problems:
-            print(problem)
+        for problem, about in problems.items():
+            print(textwrap.fill(f"{', '.join(about)}: {problem}", width=80))
     print("Buffers (centres, statistics, frozen factors) are kept and saved, not trained.")
     return 0
 
