@@ -19,8 +19,9 @@ from monkeyjump.tuner.trace import staged_load
 class MonkeyJumpCallback(TrainerCallback):
     """Initialises centres when training begins, logs expert load, and runs AdaLoRA's rank allocation.
 
-    It also logs the losses of learned routers, which are part of the model's loss. Where a trainer makes the loss itself
-    (TRL's do), it adds AdaLoRA's regulariser, after gradient clipping; routers' losses are then carried by the scores.
+    It also logs the losses of learned routers, which are part of the model's loss. Where a trainer makes the loss
+    itself (TRL's do), it adds AdaLoRA's regulariser, after gradient clipping; routers' losses are then carried by the
+    scores that the trainer makes its loss from.
 
     The sample for the centres is drawn through a loader of its own with its own seed, so that the order in which the
     Trainer sees the data is the same with and without the callback, and on a resumed run (whose centres are loaded).
