@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.allocation import allocate_ranks
     from monkeyjump.tuner.calibrate import initialize_centers
     from monkeyjump.tuner.count import count_parameters
+    from monkeyjump.tuner.route_existing import route
     from monkeyjump.tuner.trace import record_routing
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "initialize_centers",
     "methods",
     "record_routing",
+    "route",
 ]
 
 _HOMES = {
@@ -40,6 +42,7 @@ _HOMES = {
     "initialize_centers": "tuner.calibrate",
     "methods": "methods",
     "record_routing": "tuner.trace",
+    "route": "tuner.route_existing",
 }
 
 

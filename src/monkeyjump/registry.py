@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -16,19 +17,33 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """An ordered name -> object table whose errors tell the user what would have worked."""
+    """An ordered name -> object table whose errors tell the user what would have worked.
 
-    def __init__(self, kind: str) -> None:
+    `homes` holds the names that come with the library and the module of each, which registers it when it is imported:
+    asking whether a name is known imports nothing.
+    """
+
+    def __init__(self, kind: str, homes: Mapping[str, str] | None = None) -> None:
         self.kind = kind
+        self._homes = dict(homes or {})
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, entry: T) -> T:
-        if name in self._entries:
+        taken = name in self._homes and getattr(entry, "__module__", None) != self._homes[name]
+        if taken or name in self._entries:
             raise ValueError(f"{self.kind} {name!r} is registered already; choose another name.")
         self._entries[name] = entry
         return entry
 
+    def remove(self, name: str) -> None:
+        """Forget an entry that was added; those of the library stay."""
+        if name in self._homes:
+            raise ValueError(f"{self.kind} {name!r} comes with the library and stays.")
+        del self._entries[name]
+
     def get(self, name: str) -> T:
+        if name in self._homes and name not in self._entries:
+            importlib.import_module(self._homes[name])
         try:
             return self._entries[name]
         except KeyError:
@@ -38,13 +53,27 @@ class Registry(Generic[T]):
             ) from None
 
     def names(self) -> list[str]:
-        return list(self._entries)
+        return [*self._homes, *(name for name in self._entries if name not in self._homes)]
+
+    def built_in(self, name: str) -> bool:
+        """Whether it comes with the library."""
+        return name in self._homes
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._homes or name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.names())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.names())
+
+
+# Here and not beside the classes, so that a configuration can be checked before any adapter is imported.
+ADAPTERS: Registry[Any] = Registry(
+    "adapter",
+    homes={
+        name: f"monkeyjump.adapters.{name}"
+        for name in ("lora", "lora_fa", "adalora", "propulsion", "dora", "vera", "ia3")
+    },
+)

@@ -71,3 +71,18 @@ def test_run_registers_the_method_for_programs_that_do_not_import_it() -> None:
     command = [sys.executable, "-m", "monkeyjump", "run", "--", sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("MonkeyJumpModel")
+
+
+def test_methods_counts_on_a_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["methods", "--model", "tiny", "--preset", "mj_paper", "--targets", "q_proj,k_proj,v_proj"]) == 0
+    text = capsys.readouterr().out
+    assert "mola: " in text  # two blocks cannot hold its four parts: said below the table
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("moelora", "mjlora_oracle", "mj_paper", "of them router", "buffers"):
+        assert part in text
+    assert main(["methods", "--about", "hydralora"]) == 0
+    assert "Tian" in capsys.readouterr().out
+    assert main(["methods", "--about", "hydra"]) == 2
+    assert main(["methods", "--model", "tiny", "--preset", "published", "--targets", "nothing"]) == 0
+    assert "names 'nothing'" in capsys.readouterr().out

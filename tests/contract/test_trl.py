@@ -12,6 +12,7 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.adapters import AdaLoraAdapter
+from monkeyjump.routing.learned import LearnedRouter
 from tests.contract.common import centers_of, state_of
 from tests.helpers import ADAPTER_NAMES, assert_same, mj_config, tiny_llama, wrap
 
@@ -221,6 +222,26 @@ def test_orthogonality_loss_reaches_the_optimiser(tmp_path: Path, tokenizer) -> 
     ]
     for gradient, step in zip(expected, moved, strict=True):
         torch.testing.assert_close(step.detach(), gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_balance_loss_reaches_the_optimiser(accumulation: int, tmp_path: Path, tokenizer) -> None:
+    """At the first step every B is zero, so nothing but the balance loss can move a learned router."""
+    model = wrap(tiny_llama(), mj.methods.build("moelora", "mj_paper", dropout=0.0, aux_loss_weight=0.7))
+    routers = [m for m in model.modules() if isinstance(m, LearnedRouter)]
+    before = [router.weight.detach().clone() for router in routers]
+    data = datasets.Dataset.from_list([{"text": "a b c d e f"}] * 8)  # every micro-batch is the same
+    sgd = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    run = trainer(tmp_path, tokenizer, model, data, max_steps=1, gradient_accumulation_steps=accumulation, **sgd)
+    batch = next(iter(run.get_train_dataloader()))
+    loss = model.train()(**batch).loss
+    expected = torch.autograd.grad(loss, [router.weight for router in routers])
+    run.train()
+    for router, old, gradient in zip(routers, before, expected, strict=True):
+        assert gradient.any()
+        torch.testing.assert_close((old - router.weight.detach()) / 0.1, gradient, rtol=1e-3, atol=1e-6)
+    entry = next(entry for entry in run.state.log_history if "loss" in entry)
+    assert entry["router/balance_loss"] > 0.9
 
 
 @pytest.mark.parametrize("granularity", ["token", "sequence"])

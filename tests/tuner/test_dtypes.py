@@ -121,7 +121,7 @@ def test_an_int8_base(tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
 
     tiny_llama().save_pretrained(tmp_path)
-    for adapter in ADAPTER_NAMES:
+    for adapter in (*ADAPTER_NAMES, "dora", "vera", "ia3"):
         quantised = AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=TorchAoConfig(quant_type=Int8WeightOnlyConfig())
         )

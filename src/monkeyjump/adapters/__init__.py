@@ -1,9 +1,25 @@
 """What one expert adds to one linear."""
 
 from monkeyjump.adapters.adalora import AdaLoraAdapter
-from monkeyjump.adapters.base import ADAPTERS, Adapter, Gate
+from monkeyjump.adapters.base import ADAPTERS, Adapter, BaseLinear, Gate, register
+from monkeyjump.adapters.dora import DoraAdapter
+from monkeyjump.adapters.ia3 import Ia3Adapter
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.adapters.lora_fa import LoraFaAdapter
 from monkeyjump.adapters.propulsion import PropulsionAdapter
+from monkeyjump.adapters.vera import VeraAdapter
 
-__all__ = ["ADAPTERS", "AdaLoraAdapter", "Adapter", "Gate", "LoraAdapter", "LoraFaAdapter", "PropulsionAdapter"]
+__all__ = [
+    "ADAPTERS",
+    "AdaLoraAdapter",
+    "Adapter",
+    "BaseLinear",
+    "DoraAdapter",
+    "Gate",
+    "Ia3Adapter",
+    "LoraAdapter",
+    "LoraFaAdapter",
+    "PropulsionAdapter",
+    "VeraAdapter",
+    "register",
+]

@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.registry import Registry
+from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.registry import ADAPTERS as ALL_ADAPTERS
+from monkeyjump.registry import Registry, did_you_mean
+
+AdapterClass = TypeVar("AdapterClass", bound="Adapter")
 
 # Gates reach an adapter as None (always on) or as a tensor that broadcasts against [..., 1].
 Gate = torch.Tensor | None
 
 
-def at_least_fp32(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Let `model.to(...)` move a tensor, but never round it below fp32 (adapters and centres are stored in fp32)."""
+class BaseLinear(Protocol):
+    """The frozen linear under an adapter, as far as an adapter may know it; quantised weights come dequantised."""
 
-    def apply(tensor: torch.Tensor) -> torch.Tensor:
-        result = fn(tensor)
-        if result.is_floating_point() and result.dtype not in (torch.float32, torch.float64):
-            return tensor.to(result.device)
-        return result
+    path: str  # where the linear is in the model, e.g. "model.layers.0.mlp.down_proj"
+    in_features: int
+    out_features: int
 
-    return apply
+    def weight(self) -> torch.Tensor:
+        """[O, D], detached, in the dtype it has or is dequantised to."""
+
+    def bias(self) -> torch.Tensor | None:
+        """[O], detached."""
 
 
 class Adapter(nn.Module):
     """The delta of one expert on one projection.
 
     A subclass creates its tensors in `__init__` (fp32; a frozen one as a persistent buffer) and fills them in
-    `reset_parameters` so that the delta is zero: every adapter starts as the identity.
+    `reset_parameters` so that the delta is zero: every adapter starts as the identity. One that needs more of the
+    linear than its widths (its weight, its place in the model) overrides `for_linear`.
     """
 
     name: ClassVar[str]
+    # N experts of this kind on one linear as one adapter, called with the linear, the config and N; its gate: [..., N]
+    mixture: ClassVar[Callable[[BaseLinear, MonkeyJumpConfig, int], Adapter] | None] = None
+    options: ClassVar[dict[str, Any]] = {}  # settings of its own, with their defaults; set by config.adapter_options
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+
+    @classmethod
+    def for_linear(cls, linear: BaseLinear, config: MonkeyJumpConfig) -> Self:
+        """The adapter of one linear of a model."""
+        return cls(linear.in_features, linear.out_features, config)
+
+    @classmethod
+    def option(cls, name: str, config: MonkeyJumpConfig) -> Any:
+        """A setting of this adapter: what `config.adapter_options` says, else the default."""
+        given = config.adapter_options if config.adapter == cls.name else None
+        return (given or {}).get(name, cls.options[name])
+
+    @classmethod
+    def option_problems(cls, options: dict[str, Any]) -> list[str]:
+        """What is wrong with these `adapter_options`; a subclass adds checks of the values."""
+        known = list(cls.options)
+        return [
+            f"adapter_options names {name!r}, which adapter {cls.name!r} does not have: "
+            f"its settings are {', '.join(known) or '(none)'}.{did_you_mean(str(name), known)}"
+            for name in options
+            if name not in known
+        ]
 
     def reset_parameters(self) -> None:
         raise NotImplementedError
@@ -69,8 +101,10 @@ class Adapter(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-ADAPTERS: Registry[type[Adapter]] = Registry("adapter")
+ADAPTERS: Registry[type[Adapter]] = ALL_ADAPTERS
 
 
-def register(cls: type[Adapter]) -> type[Adapter]:
-    return ADAPTERS.add(cls.name, cls)
+def register(cls: type[AdapterClass]) -> type[AdapterClass]:
+    """Make an adapter known under its `name`: a class decorator, for the library's own adapters and for yours."""
+    ADAPTERS.add(cls.name, cls)
+    return cls

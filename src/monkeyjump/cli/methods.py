@@ -1,36 +1,67 @@
-"""`monkeyjump methods`: every method by name, and what it costs on a model."""
+"""`monkeyjump methods`: every method and what it costs on a model, counted without loading any weights."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
+from typing import Any
+
+DEFAULT = "smollm2-135m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="qwen2-0.5b", help="a shape (qwen2-0.5b, llama-3-8b, ...) or a model by name"
+        "--model",
+        default=DEFAULT,
+        help="a shape (qwen2-0.5b, llama-3-8b, smollm2-135m, tiny) or a model as in a recipe (default: %(default)s)",
     )
-    parser.add_argument("--targets", metavar="A,B,...", help="projections to adapt (default: the paper's)")
-    parser.add_argument("--rank", type=int, default=2, help="default: 2")
+    parser.add_argument("--preset", choices=("published", "mj_paper"), help="one protocol only")
+    parser.add_argument("--targets", help="adapt these modules instead, e.g. q_proj,k_proj,v_proj,o_proj")
+    parser.add_argument("--about", metavar="METHOD", help="say what a method is, what is matched and what is not")
 
 
 def run(options: argparse.Namespace) -> int:
+    import monkeyjump as mj
+    from monkeyjump.bench.shapes import empty_model
+    from monkeyjump.cli.console import console, table
+    from monkeyjump.errors import ConfigError
     from monkeyjump.tuner.register import register
 
     register()
+    if options.about:
+        if options.about not in mj.methods.names():
+            mj.methods.build(options.about)  # says which names there are
+        print(mj.methods.describe(options.about))
+        return 0
+    base = empty_model(options.model)
+    targets = options.targets.split(",") if options.targets else None
+    for preset in (options.preset,) if options.preset else mj.methods.PRESETS:
+        rows: list[list[str]] = []
+        problems: dict[str, list[str]] = {}  # message -> the methods it is about
+        for name in mj.methods.names():
+            try:
+                count = _count(name, preset, base, targets)
+                rows.append([name, f"{count.trainable:,}", f"{count.router:,}", f"{count.buffers:,}"])
+            except ConfigError as error:
+                rows.append([name, "-", "-", "-"])
+                problems.setdefault(str(error), []).append(name)
+        title = f"{options.model}, preset {preset}"
+        console().print(table(title, ["method", "trainable", "of them router", "buffers"], rows, right=[1, 2, 3]))
+        for problem, about in problems.items():
+            print(textwrap.fill(f"{', '.join(about)}: {problem}", width=80))
+    print("Buffers (centres, statistics, frozen factors) are kept and saved, not trained.")
+    return 0
+
+
+def _count(name: str, preset: str, base: Any, targets: list[str] | None) -> Any:
+    import torch
     from peft import get_peft_model
 
-    from monkeyjump import methods
-    from monkeyjump.bench.shapes import empty_model
-    from monkeyjump.cli.console import console, table
-    from monkeyjump.tuner.count import count_parameters
+    import monkeyjump as mj
 
-    settings = {"r": options.rank}
-    if options.targets:
-        settings["target_modules"] = options.targets.split(",")
-    rows = []
-    for name in methods.names():
-        count = count_parameters(get_peft_model(empty_model(options.model), methods.build(name, **settings)))
-        rows.append([name, f"{count.trainable:,}", f"{count.router:,}", f"{count.buffers:,}"])
-    title = f"Methods on {options.model}, rank {options.rank}"
-    console().print(table(title, ["method", "trainable", "router", "buffers"], rows, right=[1, 2, 3]))
-    return 0
+    changes: dict[str, Any] = {} if targets is None else {"target_modules": list(targets)}
+    with torch.device("meta"):
+        model = get_peft_model(base, mj.methods.build(name, preset, **changes))
+        count = mj.count_parameters(model)
+        model.unload()
+    return count

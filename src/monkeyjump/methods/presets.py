@@ -6,6 +6,7 @@ comparison of the Monkey Jump paper: the same targets, rank, scale and dropout f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -18,16 +19,34 @@ PRESETS = ("published", "mj_paper")
 PAPER_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 PAPER_SHARED = ["o_proj", "gate_proj"]
 
-METHODS: Registry[Callable[[str], dict[str, Any]]] = Registry("method")
+METHODS: Registry[Callable[..., dict[str, Any]]] = Registry("method")
+
+
+COMPARED = (
+    *("lora", "lora_fa", "adalora", "propulsion"),
+    *("moelora", "mixlora", "hydralora", "mola", "more", "moa", "moe_lora_fa", "moe_adalora", "moe_propulsion"),
+    *("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
+)
+CONTROLS = ("mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle")
 
 
 def names() -> list[str]:
-    """Every method that `build` knows."""
-    return METHODS.names()
+    """Every method that `build` knows: those of the comparison, the controls, then what was added elsewhere."""
+    first = [*COMPARED, *CONTROLS]
+    return [*first, *(name for name in METHODS if name not in first)]
+
+
+def describe(name: str) -> str:
+    """The paper of a method, what of it is matched and what is not."""
+    method = METHODS.get(name)
+    text = inspect.getdoc(method)
+    if text is None or name in ("mixlora", "more"):  # structures with a file of their own, which tells
+        text = inspect.getdoc(inspect.getmodule(method))
+    return text or ""
 
 
 def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpConfig:
-    """The configuration of a method: its preset with `overrides` on top.
+    """The configuration of a method: its preset with `overrides` (and the method's own options) on top.
 
     Shared modules that a narrower `target_modules` no longer adapts are dropped, so that
     `build("mjlora", target_modules=["q_proj", "v_proj"])` means what it says.
@@ -35,9 +54,11 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
     if preset not in PRESETS:
         raise ConfigError(f"preset={preset!r} is not known: choose one of {', '.join(PRESETS)}.")
     try:
-        settings = METHODS.get(name)(preset)
+        method = METHODS.get(name)
     except KeyError as error:
         raise ConfigError(str(error.args[0])) from None
+    own = [key for key in list(inspect.signature(method).parameters)[1:] if key in overrides]
+    settings = method(preset, **{key: overrides.pop(key) for key in own})
     known = [field.name for field in fields(MonkeyJumpConfig)]
     unknown = [key for key in overrides if key not in known]
     if unknown:
@@ -50,14 +71,17 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
     return MonkeyJumpConfig(**settings)
 
 
-def _plain(adapter: str) -> Callable[[str], dict[str, Any]]:
+def _plain(adapter: str, about: str) -> Callable[[str], dict[str, Any]]:
+    """One always-on adapter per target. Its authors name no single setting, so both presets are the matched one."""
+
     def preset(protocol: str) -> dict[str, Any]:
         return {"adapter": adapter, "target_modules": list(PAPER_TARGETS), "layers_to_route": []}
 
+    preset.__doc__ = f"{about}\n\nAlways on, nothing routed. Both presets are the Monkey Jump paper's setting."
     return preset
 
 
-def _monkey_jump(adapter: str, **settings: Any) -> Callable[[str], dict[str, Any]]:
+def _monkey_jump(adapter: str, about: str, **settings: Any) -> Callable[[str], dict[str, Any]]:
     """The paper's own setting: q, k, v routed, o and gate shared; its published form is the matched one."""
 
     def preset(protocol: str) -> dict[str, Any]:
@@ -68,19 +92,36 @@ def _monkey_jump(adapter: str, **settings: Any) -> Callable[[str], dict[str, Any
             **settings,
         }
 
+    preset.__doc__ = f"{about}\n\nq, k, v routed, o and gate shared. Both presets are the paper's setting."
     return preset
 
 
-for _adapter in ("lora", "lora_fa", "adalora", "propulsion"):
-    METHODS.add(_adapter, _plain(_adapter))
-for _name, _adapter in (
-    ("mjlora", "lora"),
-    ("mjlorafa", "lora_fa"),
-    ("mjadalora", "adalora"),
-    ("mjpropulsion", "propulsion"),
-):
-    METHODS.add(_name, _monkey_jump(_adapter))
+for _name, _about in {
+    "lora": "LoRA (Hu et al., 2021): B A beside every target.",
+    "lora_fa": "LoRA-FA (Zhang et al., 2023): LoRA with a frozen A.",
+    "adalora": "AdaLoRA (Zhang et al., 2023): a trained diagonal between B and A; no rank is taken away by default.",
+    "propulsion": "Propulsion (Kowsher et al., 2024): every output scaled by p ** 15.",
+}.items():
+    METHODS.add(_name, _plain(_name, _about))
+for _name, _adapter in {
+    "mjlora": "lora",
+    "mjlorafa": "lora_fa",
+    "mjadalora": "adalora",
+    "mjpropulsion": "propulsion",
+}.items():
+    METHODS.add(
+        _name, _monkey_jump(_adapter, f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres.")
+    )
 
 # Controls: what a comparison needs before it may say that routing helps.
-METHODS.add("mjlora_uniform", _monkey_jump("lora", router="uniform", uniform_gate=0.23))
-METHODS.add("mjlora_random", _monkey_jump("lora", center_init="random_normalized"))
+for _name, _about, _settings in (
+    (
+        "mjlora_uniform",
+        "Control without routing: q, k, v at a constant gate (0.23, the mean gate of a trained one).",
+        {"router": "uniform", "uniform_gate": 0.23},
+    ),
+    ("mjlora_random", "Control: random centres, never fitted to data.", {"center_init": "random_normalized"}),
+    ("mjlora_shuffled", "Control: the gates of other tokens of the batch, at random.", {"router": "shuffled"}),
+    ("mjlora_oracle", "Control: the task id decides; needs `task_ids`.", {"granularity": "task"}),
+):
+    METHODS.add(_name, _monkey_jump("lora", _about, **_settings))

@@ -41,10 +41,10 @@ def similarity_logits(u: torch.Tensor, centers: torch.Tensor, similarity: str) -
     raise ValueError(f"unknown similarity {similarity!r}")
 
 
-def top_k_mask(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """True on the k largest entries of the last dimension; ties go to the lower index, on every device."""
+def top_k_mask(logits: torch.Tensor, k: int | None) -> torch.Tensor:
+    """True on the k (None: all) largest entries of the last dimension; ties go to the lower index, on every device."""
     E = logits.shape[-1]
-    if k >= E:
+    if k is None or k >= E:
         return torch.ones_like(logits, dtype=torch.bool)
     mine, other = logits.unsqueeze(-1), logits.unsqueeze(-2)
     earlier = torch.ones(E, E, dtype=torch.bool, device=logits.device).tril(-1)  # earlier[e, j]: j comes before e
@@ -52,7 +52,7 @@ def top_k_mask(logits: torch.Tensor, k: int) -> torch.Tensor:
     return beaten_by.sum(-1) < k
 
 
-def gates(logits: torch.Tensor, k: int, temperature: float, renormalize: bool) -> torch.Tensor:
+def gates(logits: torch.Tensor, k: int | None, temperature: float, renormalize: bool) -> torch.Tensor:
     """softmax(logits / temperature) over all experts, kept on the top k and zero elsewhere."""
     p = torch.softmax(logits / temperature, dim=-1)
     m = p * top_k_mask(logits, k)
@@ -91,19 +91,38 @@ def project_up(z: torch.Tensor, B: torch.Tensor, gate: torch.Tensor | float) -> 
     return F.linear((z * gate).to(z.dtype), B.to(z.dtype))
 
 
-def keep_mask(shape: torch.Size, seed: torch.Tensor, dropout: float) -> torch.Tensor:
-    """A Bernoulli(1 - dropout) mask that is a pure function of (seed, position).
+def hashed_bits(count: int, seed: torch.Tensor) -> torch.Tensor:
+    """`count` pseudo-random 32-bit numbers, entry i a pure function of (seed, i): the murmur3 finaliser.
 
-    The murmur3 finaliser over the flat index: the same bits on every device and in every kernel, so that a backward
-    pass can make the mask again instead of keeping it.
+    Integer arithmetic only: the same bits on every device, in every kernel and in every version.
     """
     low32 = 0xFFFFFFFF
-    bits = torch.arange(shape.numel(), device=seed.device, dtype=torch.int64)
+    bits = torch.arange(count, device=seed.device, dtype=torch.int64)
     bits = (bits * 0x9E3779B1 + seed) & low32
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & low32
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & low32
-    bits = bits ^ (bits >> 16)
-    return (bits >= int(dropout * 2**32)).view(shape)
+    return bits ^ (bits >> 16)
+
+
+def hashed_uniform(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
+    """fp32 numbers in [-1, 1) from the upper 24 bits, which fp32 holds exactly; a longer first dimension only adds."""
+    return ((hashed_bits(shape.numel(), seed) >> 8).float() * 2.0**-23 - 1).view(shape)
+
+
+def row_norms(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """||W|| and ||W + B A|| of each row, [O], in the dtype of A: W [O, D], A [..., R, D], B [..., O, R].
+
+    From ||W||^2 + <2 W A^T + B A A^T, B>: the sum W + B A is not formed, and B = 0 gives the same number twice.
+    """
+    weight = weight.to(A.dtype)
+    square = weight.square().sum(1)
+    both = square + ((2 * (weight @ A.mT) + B @ (A @ A.mT)) * B).sum(-1)
+    return square.sqrt(), both.clamp_min(0).sqrt()
+
+
+def keep_mask(shape: torch.Size, seed: torch.Tensor, dropout: float) -> torch.Tensor:
+    """A Bernoulli(1 - dropout) mask that a backward pass can make again from its seed instead of keeping it."""
+    return (hashed_bits(shape.numel(), seed) >= int(dropout * 2**32)).view(shape)
 
 
 class SeededDropoutLinear(torch.autograd.Function):
@@ -128,15 +147,19 @@ class SeededDropoutLinear(torch.autograd.Function):
         return grad_x / (1 - ctx.dropout), None, None, None
 
 
-def scale_output(y: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | float) -> torch.Tensor:
-    """gate * ((1 + offset) ** degree - 1) * y: what Propulsion adds to the output y.
+def power_minus_one(offset: torch.Tensor, degree: int) -> torch.Tensor:
+    """(1 + offset) ** degree - 1.
 
-    The factor is formed in fp32 through log1p and expm1 where 1 + offset > 0, so a scaling far below the resolution
-    of bf16 around 1 survives; a non-positive 1 + offset falls back to the plain power.
+    Formed in fp32 through log1p and expm1 where 1 + offset > 0, so a scaling far below the resolution of bf16 around 1
+    survives; a non-positive 1 + offset falls back to the plain power.
     """
     positive = offset > -1
     safe = torch.where(positive, offset, torch.zeros_like(offset))
     accurate = torch.expm1(degree * torch.log1p(safe))
     plain = (1 + torch.where(positive, torch.zeros_like(offset), offset)) ** degree - 1
-    factor = torch.where(positive, accurate, plain)
-    return (y * (factor * gate)).to(y.dtype)
+    return torch.where(positive, accurate, plain)
+
+
+def scale_output(y: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | float) -> torch.Tensor:
+    """gate * ((1 + offset) ** degree - 1) * y: what Propulsion adds to the output y."""
+    return (y * (power_minus_one(offset, degree) * gate)).to(y.dtype)

@@ -70,6 +70,22 @@ def pool_rows(h: torch.Tensor, mask: torch.Tensor | None, how: str) -> torch.Ten
     return h.masked_fill(~real, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
 
 
+def row_weights(inputs: CallInputs, how: str) -> torch.Tensor:
+    """How much each token counts for the state that stands for its row, fp32 [B, T]; the weights of a row sum to 1.
+
+    `mean`: the tokens of the prompt, or all real ones where nothing tells where it ends; `prompt`: the last of them;
+    `first`: the first real token. Tokens generated so far never count.
+    """
+    inputs = replace(_without_generated(inputs), training=False)
+    real = torch.ones(inputs.shape, dtype=torch.bool, device=inputs.device) if inputs.mask is None else inputs.mask
+    if how == "mean":
+        prompt = _prompt_mask(inputs)
+        chosen = torch.where(prompt.any(1, keepdim=True), prompt, real).float()
+        return chosen / chosen.sum(1, keepdim=True).clamp_min(1)
+    position = _last_in_row(inputs, "prompt") if how == "prompt" else real.long().argmax(1, keepdim=True)
+    return torch.zeros(inputs.shape, device=inputs.device).scatter(1, position, 1.0)
+
+
 def segments_of(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
     """Packed sequence number of every token, from `seq_idx` or from the places where positions restart.
 

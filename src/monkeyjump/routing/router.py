@@ -46,6 +46,8 @@ def route(
         logits = ops.similarity_logits(u, centers, config.similarity)
         noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits
         gates = ops.gates(noisy, config.top_k, config.temperature, config.renormalize)
+        if config.mean_gate is not None:
+            gates = gates * (config.mean_gate / gates.mean(-1, keepdim=True).clamp_min(ops.EPS))
         if selection.source is not None:
             gates = gates.gather(1, selection.source.to(h.device).unsqueeze(-1).expand(-1, -1, gates.shape[-1]))
         if not with_statistics:
@@ -58,6 +60,21 @@ def route(
 def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
     """The control without routing: the same gate for every token and projection, [B, 1, E]."""
     return torch.full((h.shape[0], 1, experts), config.uniform_gate, device=h.device)
+
+
+def shuffled_gates(gates: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The control that keeps the gates and breaks their tie to the token: permuted over the real tokens of the batch.
+
+    Gates that a whole row shares ([B, 1, E]) are permuted over the rows.
+    """
+    flat = gates.flatten(0, 1)
+    keys = torch.rand(flat.shape[0], device=flat.device)
+    if mask is None or mask.numel() != flat.shape[0]:
+        return flat[keys.argsort()].view_as(gates)
+    padding = ~mask.flatten().to(flat.device)
+    order = (keys + padding).argsort()  # the real tokens at random, then the padding
+    places = padding.long().argsort(stable=True)  # the real tokens in order, then the padding
+    return torch.empty_like(flat).index_copy_(0, places, flat[order]).view_as(gates)
 
 
 def task_gates(task_ids: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:

@@ -19,7 +19,9 @@ from monkeyjump.tuner.trace import staged_load
 class MonkeyJumpCallback(TrainerCallback):
     """Initialises centres when training begins, logs expert load, and runs AdaLoRA's rank allocation.
 
-    Where a trainer makes the loss itself (TRL's do), it also adds AdaLoRA's regulariser, after gradient clipping.
+    It also logs the losses of learned routers, which are part of the model's loss. Where a trainer makes the loss
+    itself (TRL's do), it adds AdaLoRA's regulariser, after gradient clipping; routers' losses are then carried by the
+    scores that the trainer makes its loss from.
 
     The sample for the centres is drawn through a loader of its own with its own seed, so that the order in which the
     Trainer sees the data is the same with and without the callback, and on a resumed run (whose centres are loaded).
@@ -36,6 +38,7 @@ class MonkeyJumpCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         model = _unwrapped(model)
+        require_context(model).accumulation = args.gradient_accumulation_steps
         for name in _centroid_adapters(model):
             if not centers_initialized(model, name):
                 source = (
@@ -61,15 +64,17 @@ class MonkeyJumpCallback(TrainerCallback):
         if logs is None or model is None or "loss" not in logs:
             return
         model = _unwrapped(model)
-        for name in _centroid_adapters(model):
+        context = require_context(model)
+        shown: dict[str, float] = {}
+        for name in dict.fromkeys(name for group in context.groups.values() for name in group.active()):
             loads = list(staged_load(model, name).values())
             if loads and any(sum(load.share) for load in loads):
-                shown = {
-                    "router/load_entropy": round(sum(load.entropy for load in loads) / len(loads), 4),
-                    "router/dead_experts": sum(len(load.dead) for load in loads),
-                }
-                logs.update(shown)
-                state.log_history[-1].update(shown)  # the Trainer has copied `logs` there before it calls us
+                shown["router/load_entropy"] = round(sum(load.entropy for load in loads) / len(loads), 4)
+                shown["router/dead_experts"] = sum(len(load.dead) for load in loads)
+        for name, loss in context.losses.last.items():  # of the last micro-batch, without their weights
+            shown[f"router/{name}_loss"] = round(float(loss), 4)
+        logs.update(shown)
+        state.log_history[-1].update(shown)  # the Trainer has copied `logs` there before it calls us
 
 
 def sampling_loader(loader: Any, seed: int) -> Any:

@@ -46,8 +46,9 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
             adapter.observe_gradients()
             adapter.allocations += 1
         now = int(adapters[0].allocations) if step is None else step
-        budget = rank_budget(now, len(adapters), config)
-        if budget < len(adapters) * config.r and now % config.deltaT == 0:
+        ranks = sum(adapter.diagonal.shape[0] for adapter in adapters)
+        budget = rank_budget(now, ranks // config.r, config)  # every expert of a mixture counts as one
+        if budget < ranks and now % config.deltaT == 0:
             _keep_most_important(adapters, budget)
     return budget
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.router import Decision, route, task_gates, uniform_gates
+from monkeyjump.routing.router import Decision, route, shuffled_gates, task_gates, uniform_gates
 from monkeyjump.tuner.inputs import expanded_rows, hidden_states, in_backward, real_tokens
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
@@ -83,22 +83,34 @@ class BlockRouter:
 
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """The gate of the tokens of x, [..., 1]."""
+        return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
+
+    def observe(
+        self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
+    ) -> None:
+        """Called after a routed projection, with its input, frozen output and gate: for losses on what experts do."""
+
+    def _gates_of(self, adapter_name: str) -> torch.Tensor:
         if adapter_name not in self.gates:
             raise RuntimeError(
                 f"a routed projection of block {self.path!r} ran outside its block: call the whole block, which "
                 "computes the gates."
             )
-        gate = self.gates[adapter_name][..., position]
-        if x.dim() == 2 and gate.dim() == 2:  # a module that flattens its tokens
-            gate = gate.expand(self.shape).reshape(-1)
-        if x.shape[:-1] != gate.shape and not (gate.dim() == 2 and gate.shape[1] == 1 and x.shape[0] == gate.shape[0]):
+        return self.gates[adapter_name]
+
+    def _fitted(self, gate: torch.Tensor, x: torch.Tensor, adapter_name: str, position: int) -> torch.Tensor:
+        """Gates [B, T or 1, G] in the leading shape of x: [..., G]."""
+        if x.dim() == 2 and gate.dim() == 3:  # a module that flattens its tokens
+            gate = gate.expand(*self.shape, -1).reshape(-1, gate.shape[-1])
+        rows_only = gate.dim() == 3 and gate.shape[1] == 1 and x.shape[0] == gate.shape[0]
+        if x.shape[:-1] != gate.shape[:-1] and not rows_only:
             expert = self.names[adapter_name][position]
             raise ConfigError(
                 f"projection {expert!r} of block {self.path!r} sees tokens of shape {tuple(x.shape[:-1])}, but the "
                 f"block was entered by {tuple(self.shape)}: it cannot be routed token by token. Add it to "
                 "shared_modules, or use granularity='sequence' or 'task'."
             )
-        return gate.unsqueeze(-1).to(x.device)
+        return gate.to(x.device)
 
     def _remember(self, name: str, h: torch.Tensor, gates: torch.Tensor) -> None:
         """Keep the gates of a training forward for its recomputation under gradient checkpointing.
@@ -114,7 +126,7 @@ class BlockRouter:
 
     def _recall(self, name: str, h: torch.Tensor) -> torch.Tensor | None:
         gates = self.remembered.get((name, h.data_ptr()))
-        if gates is not None and self.configs[name].jitter > 0:
+        if gates is not None and (self.configs[name].jitter > 0 or self.configs[name].router == "shuffled"):
             self._route(name, h, training=True)  # draws what the forward drew, for the dropout after it
         return gates
 
@@ -147,7 +159,7 @@ class BlockRouter:
                 f"{name!r} have width {centers.shape[-1]}: the block list does not carry the model's hidden state."
             )
         mean = layers[0].monkeyjump_mean[name] if config.route_space == "centered" else None
-        return route(
+        decision = route(
             h.detach().to(centers.device),
             centers,
             mean,
@@ -156,6 +168,9 @@ class BlockRouter:
             training=training,
             with_statistics=self.group.staging,
         )
+        if config.router == "shuffled":
+            decision.gates = shuffled_gates(decision.gates, self.group.mask(self.shape, h.device))
+        return decision
 
     @torch.no_grad()
     def _stage(self, name: str, decision: Decision) -> None:

@@ -17,6 +17,7 @@ from monkeyjump.routing.granularity import IGNORE
 from monkeyjump.tuner.auxiliary import auxiliary_loss
 from monkeyjump.tuner.block import BlockRouter
 from monkeyjump.tuner.group import BlockGroup
+from monkeyjump.tuner.losses import CarriedLoss, RouterLosses
 from monkeyjump.tuner.placement import Block
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class RoutingContext:
         self.generated_from: int | None = None
         self.generation = 0
         self.in_generation = False
+        self.losses = RouterLosses()
+        self.accumulation = 1  # micro-batches per optimiser step, where a trainer that makes its own loss tells
         self.regularized = False  # whether some adapter has a loss of its own
         self.regularizer_due = False  # whether a training forward could not add it
         self.trace: RoutingTrace | None = None
@@ -54,14 +57,15 @@ class RoutingContext:
             model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
         ]
 
-    def router(self, model: nn.Module, block: Block) -> BlockRouter:
-        """The router of a block, made and hooked in at the first asking."""
+    def router(self, model: nn.Module, block: Block, kind: type[BlockRouter] = BlockRouter) -> BlockRouter:
+        """The router of a block, one of each kind, made and hooked in at the first asking."""
         if block.owner not in self.groups:
             self.groups[block.owner] = BlockGroup(self, model.get_submodule(block.owner))
         group = self.groups[block.owner]
-        if block.path not in group.routers:
-            group.routers[block.path] = BlockRouter(group, block, model.get_submodule(block.path))
-        return group.routers[block.path]
+        key = block.path if kind is BlockRouter else f"{block.path}:{kind.__name__}"
+        if key not in group.routers:
+            group.routers[key] = kind(group, block, model.get_submodule(block.path))
+        return group.routers[key]
 
     def routers(self) -> Iterator[BlockRouter]:
         for group in self.groups.values():
@@ -86,6 +90,8 @@ class RoutingContext:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.labels = kwargs.get("labels")
+        if module.training and torch.is_grad_enabled():
+            self.losses.clear()
         return args, self._take_extras(kwargs)
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -128,8 +134,9 @@ class RoutingContext:
         return kwargs
 
     def _with_auxiliary_loss(self, module: nn.Module, kwargs: dict[str, Any], output: Any) -> Any:
-        """Add the adapters' own regularisers to the loss the model returns."""
-        if not self.regularized:
+        """Add the losses of routers and the adapters' own regularisers to the loss the model returns."""
+        routing = self.losses.take()
+        if not self.regularized and routing is None:
             return output
         as_tuple = isinstance(output, tuple)
         loss = (
@@ -137,9 +144,11 @@ class RoutingContext:
         )
         if not isinstance(loss, torch.Tensor) or hasattr(output, "log_probs"):
             # The trainer makes the loss itself, from logits or (TRL) log-probabilities: the callback adds this there.
-            self.regularizer_due = True
-            return output
-        extra = auxiliary_loss(module)
+            self.regularizer_due = self.regularized
+            return output if routing is None else _carrying(output, routing / self.accumulation)
+        extra = auxiliary_loss(module) if self.regularized else None
+        if routing is not None:
+            extra = routing.to(loss.device) if extra is None else extra + routing.to(extra.device)
         if extra is None:
             return output
         items = kwargs.get("num_items_in_batch")
@@ -150,3 +159,15 @@ class RoutingContext:
             return (loss + extra, *output[1:])
         output.loss = loss + extra
         return output
+
+
+def _carrying(output: Any, loss: torch.Tensor) -> Any:
+    """The output with `loss` behind its scores: whoever makes a loss from them also trains this one, at weight 1."""
+    if isinstance(output, tuple):
+        return (CarriedLoss.apply(output[0], loss), *output[1:]) if output else output
+    for name in ("log_probs", "logits", "last_hidden_state"):
+        scores = getattr(output, name, None)
+        if isinstance(scores, torch.Tensor) and scores.requires_grad:
+            setattr(output, name, CarriedLoss.apply(scores, loss))
+            break
+    return output

@@ -27,16 +27,14 @@ class ParameterCount:
 def count_parameters(model: nn.Module) -> ParameterCount:
     """Count each tensor once, also when the model shares it; quantised weights count as stored elements."""
     parameters = list(model.parameters())
+    layers = [layer for layer in model.modules() if isinstance(layer, MonkeyJumpLayer)]
     buffers = [
-        buffer
-        for layer in model.modules()
-        if isinstance(layer, MonkeyJumpLayer)
-        for name, buffer in layer.named_buffers()
-        if not name.startswith("base_layer.")
+        buffer for layer in layers for name, buffer in layer.named_buffers() if not name.startswith("base_layer.")
     ]
+    routers = [parameter for layer in layers for parameter in layer.monkeyjump_router.parameters()]
     return ParameterCount(
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         total=sum(p.numel() for p in parameters),
-        router=0,  # centres are buffers that follow the tokens; nothing of a centroid router is trained
+        router=sum(p.numel() for p in routers if p.requires_grad),  # none for centres, which follow the tokens
         buffers=sum(b.numel() for b in buffers),
     )

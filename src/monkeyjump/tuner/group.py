@@ -40,10 +40,12 @@ class BlockGroup:
         self.staging = False  # open between the start and the end of a training forward, closed in recomputation
         self.arguments: dict[str, Any] = {}
         self.selections: dict[str, Selection] = {}
+        self.masks: dict[tuple[int, int], torch.Tensor | None] = {}
         self.kept: dict[tuple[str, str], torch.Tensor] | None = None  # decisions that came with the KV cache
         self.fresh: dict[tuple[str, str], torch.Tensor] = {}  # decisions of this forward
         self.task_ids: torch.Tensor | None = None
         self.initialized: set[str] = set()
+        self.told: set[str] = set()  # adapters that have said how they do without task ids
         self._parameters = list(inspect.signature(owner.forward).parameters)
         self._handles = [
             owner.register_forward_pre_hook(self.before, with_kwargs=True),
@@ -62,7 +64,7 @@ class BlockGroup:
         return names
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.selections, self.fresh, self.kept, self.staging = {}, {}, None, False
+        self.selections, self.masks, self.fresh, self.kept, self.staging = {}, {}, {}, None, False
         active = self.active()
         if not active and self.context.collector is None:
             return
@@ -99,6 +101,13 @@ class BlockGroup:
         if adapter_name not in self.selections:
             self._select(adapter_name, config, h.shape[:2], h.device)
         return self.selections[adapter_name]
+
+    def mask(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor | None:
+        """The real tokens of this forward, [B, T]; None = all."""
+        if shape not in self.masks:
+            mask = self.call_inputs(shape, device).mask
+            self.masks[shape] = None if mask is None else mask.to(device)
+        return self.masks[shape]
 
     def call_inputs(self, shape: tuple[int, int], device: torch.device) -> CallInputs:
         """The arguments of this forward in the form that selection understands."""

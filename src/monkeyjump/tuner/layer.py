@@ -11,9 +11,11 @@ from peft.utils.quantization_utils import resolve_quantization_backend
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from monkeyjump.adapters import ADAPTERS, Adapter, Gate
+from monkeyjump.adapters import Adapter, Gate
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.tuner.placement import linear_shape
+from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
+from monkeyjump.tuner.module_paths import linear_shape
+from monkeyjump.tuner.placement import Role
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.block import BlockRouter
@@ -41,15 +43,35 @@ class Fp32BufferDict(BufferDict):
         return super()._apply(move, recurse)
 
 
+class FrozenLinear:
+    """The linear under a layer, for adapters that need more of it than its widths (`adapters.base.BaseLinear`).
+
+    A plain object, so that an adapter which keeps it does not hold the base as a submodule of its own.
+    """
+
+    def __init__(self, layer: MonkeyJumpLayer) -> None:
+        self.layer = layer
+        self.path = layer.path
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def weight(self) -> torch.Tensor:
+        weight = self.layer.get_base_weight()
+        return weight.T if isinstance(self.layer.get_base_layer(), Conv1D) else weight
+
+    def bias(self) -> torch.Tensor | None:
+        bias = getattr(self.layer.get_base_layer(), "bias", None)
+        return None if bias is None else bias.detach()
+
+
 class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     """y = W x + gate * delta(x), for every active adapter.
 
-    The centre of a routed projection lives here, beside the adapter it belongs to, because PEFT saves and loads what
-    hangs on tuner layers. The statistics staged for the next update are saved too: a resumed run commits what the
+    The centre of a routed projection, and a learned router, live here beside the adapter, because PEFT saves and loads
+    what hangs on tuner layers. The statistics staged for the next update are saved too: a resumed run commits what the
     interrupted one would have.
     """
 
-    adapter_layer_names = ("monkeyjump_adapter",)
+    adapter_layer_names = ("monkeyjump_adapter", "monkeyjump_router", "monkeyjump_parallel", "monkeyjump_prompt")
     other_param_names = (
         "monkeyjump_center",
         "monkeyjump_mean",
@@ -63,13 +85,19 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     monkeyjump_staged_count: Fp32BufferDict
     monkeyjump_step: Fp32BufferDict
 
-    def __init__(self, base_layer: nn.Module, context: RoutingContext, quantization: dict[str, Any]) -> None:
+    def __init__(
+        self, base_layer: nn.Module, context: RoutingContext, quantization: dict[str, Any], path: str = ""
+    ) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.context = context
+        self.path = path
         self.in_features, self.out_features = linear_shape(base_layer)
         self.quantization_backend = resolve_quantization_backend(self.get_base_layer(), **quantization)
         self.monkeyjump_adapter = nn.ModuleDict()
+        self.monkeyjump_router = nn.ModuleDict()
+        self.monkeyjump_parallel = nn.ModuleDict()
+        self.monkeyjump_prompt = nn.ModuleDict()
         for name in self.other_param_names:
             setattr(self, name, Fp32BufferDict())
         self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
@@ -77,13 +105,18 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
 
     def update_layer(
-        self, adapter_name: str, config: MonkeyJumpConfig, width: int | None, inference_mode: bool = False
+        self, adapter_name: str, config: MonkeyJumpConfig, role: Role | None, inference_mode: bool = False
     ) -> None:
-        """Add an adapter; `width` is the size of its centre, None for one that is always on."""
-        self.monkeyjump_adapter[adapter_name] = ADAPTERS.get(config.adapter)(
-            self.in_features, self.out_features, config
-        )
-        if width is not None and config.uses_centers:
+        """Add an adapter; `role` is None for one that is always on."""
+        self.monkeyjump_adapter[adapter_name] = new_adapter(config, role, FrozenLinear(self))
+        router = new_router(config, role, self.in_features)
+        if router is not None:
+            self.monkeyjump_router[adapter_name] = router
+        if role is not None:
+            for extra in role.extras:
+                getattr(self, f"monkeyjump_{extra.kind}")[adapter_name] = new_extra(extra, config, role.width)
+        if role is not None and config.uses_centers:
+            width = role.width
             self.monkeyjump_center[adapter_name] = torch.zeros(width)
             self.monkeyjump_staged_sum[adapter_name] = torch.zeros(width)
             self.monkeyjump_staged_count[adapter_name] = torch.zeros(())
@@ -122,7 +155,11 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         out = base
         for name in self.active_adapters:
             if name in self.monkeyjump_adapter:
-                out = self.monkeyjump_adapter[name](x, base, out, self._gate(name, x))
+                gate = self._gate(name, x)
+                out = self.monkeyjump_adapter[name](x, base, out, gate)
+                if gate is not None:
+                    router, position = self.routers[name]
+                    router.observe(name, position, x, base, gate)
         return out
 
     def _gate(self, adapter_name: str, x: torch.Tensor) -> Gate:

@@ -16,12 +16,21 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from monkeyjump.adapters import ADAPTERS, Adapter
+from monkeyjump.adapters.parallel import ParallelBottleneck
+from monkeyjump.adapters.prompt import AttentionPrompt
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
+from monkeyjump.routing.learned import LearnedRouter
+from monkeyjump.routing.ranks import RankSelector
+from monkeyjump.tuner.block import BlockRouter
 from monkeyjump.tuner.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
+from monkeyjump.tuner.extras import HeterogeneousRouter
+from monkeyjump.tuner.ffn import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.placement import DEFAULT_TARGETS, Placement, place
+from monkeyjump.tuner.learned import LearnedBlockRouter
+from monkeyjump.tuner.nested import NestedRouter
+from monkeyjump.tuner.placement import DEFAULT_TARGETS, Block, Placement, place
 
 
 class MonkeyJumpModel(BaseTuner):
@@ -74,20 +83,23 @@ class MonkeyJumpModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        width = next((block.width for block in self._placement.blocks if current_key in block.routed), None)
+        role = self._placement.role(current_key)
         layer = target
         if not isinstance(layer, MonkeyJumpLayer):
-            layer = MonkeyJumpLayer(target, self.routing, get_quantization_kwargs(self.model))
-        layer.update_layer(adapter_name, peft_config, width, inference_mode=peft_config.inference_mode)
+            layer = MonkeyJumpLayer(target, self.routing, get_quantization_kwargs(self.model), current_key)
+        layer.update_layer(adapter_name, peft_config, role, inference_mode=peft_config.inference_mode)
         if adapter_name not in self.active_adapters:
-            layer.monkeyjump_adapter[adapter_name].requires_grad_(False)
+            for container in (getattr(layer, part) for part in layer.adapter_layer_names):
+                if adapter_name in container:
+                    container[adapter_name].requires_grad_(False)
         if layer is not target:
             self._replace_module(parent, target_name, layer, target)
 
     def _connect(self, model: nn.Module, adapter_name: str, config: MonkeyJumpConfig, placement: Placement) -> None:
         for block in placement.blocks:
-            layers = [model.get_submodule(path) for path in block.routed]
-            self.routing.router(model, block).add(adapter_name, config, block, layers)  # type: ignore[arg-type]
+            layers = [model.get_submodule(path) for path in block.routed or (block.host,)]
+            router = self.routing.router(model, block, router_class(config, block))
+            router.add(adapter_name, config, block, layers)  # type: ignore[arg-type]
         if ADAPTERS.get(config.adapter).auxiliary_loss is not Adapter.auxiliary_loss:
             self.routing.regularized = True
         if (
@@ -143,6 +155,19 @@ class MonkeyJumpModel(BaseTuner):
         return remapped
 
 
+def router_class(config: MonkeyJumpConfig, block: Block) -> type[BlockRouter]:
+    """What turns the states that enter a block into gates."""
+    if config.placement == "nested":
+        return NestedRouter
+    if block.extras:
+        return HeterogeneousRouter
+    if config.placement == "ffn":
+        return FeedForwardExperts if block.routed else IdleRouter
+    if config.placement == "projection" or config.learns_router:
+        return LearnedBlockRouter
+    return BlockRouter
+
+
 def find_context(model: nn.Module) -> RoutingContext | None:
     """The routing state of a model, however its adapters came onto it; None if it has none."""
     for module in model.modules():
@@ -178,12 +203,17 @@ def _call_when_wrapped(tuner: MonkeyJumpModel) -> None:
 def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
     """PEFT tells adapters apart by parts of keys: one called like a tensor would take that tensor from all others."""
     with torch.device("meta"):
-        adapters = [ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS]
-    taken = sorted({name for adapter in adapters for name in adapter.state_dict()})
+        owners: list[nn.Module] = [
+            ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS if ADAPTERS.built_in(kind) or kind == config.adapter
+        ]
+        sigmoid = MonkeyJumpConfig(router="sigmoid", router_hidden="swiglu", threshold=0.5)
+        owners += [LearnedRouter(1, 1, sigmoid), RankSelector(1, 1, 1, "none")]
+        owners += [ParallelBottleneck(1, 1), AttentionPrompt(1, 1, 1)]
+    taken = sorted({name for owner in owners for name in owner.state_dict()})
     if adapter_name in taken:
         raise ConfigError(
-            f"adapter name {adapter_name!r} is also the name of a tensor of an adapter ({', '.join(taken)}): saving "
-            "would mix them up; choose another name."
+            f"adapter name {adapter_name!r} is also the name of a tensor of an adapter or router ({', '.join(taken)}): "
+            "saving would mix them up; choose another name."
         )
 
 

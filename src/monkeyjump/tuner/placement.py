@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tuner.extra_placement import Extra, plan_extras
+from monkeyjump.tuner.ffn_placement import feed_forward_problem, in_attention, seen_from_feed_forward
+from monkeyjump.tuner.module_paths import (
+    block_index,
+    block_of,
+    free_linears,
+    inside_tuner_layers,
+    is_linear,
+    linear_shape,
+    matches,
+    owner_of,
+    short_names,
+)
 
 # Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
 _CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
@@ -43,6 +54,21 @@ class Block:
     width: int  # size of the hidden state that enters the block
     routed: tuple[str, ...]  # full paths of the routed projections, in module order
     names: tuple[str, ...]  # what to call them, e.g. ("q_proj", "k_proj", "v_proj")
+    experts: int = 0  # gates of a router: the routed projections, or the experts that each of them holds
+    feed_forward: str = ""  # placement="ffn": path of the module whose experts the routed projections are
+    extras: tuple[Extra, ...] = ()  # further experts of the block, after the routed projections
+    host: str = ""  # where nothing is routed: the projection that the router hangs on
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a projection is in its block."""
+
+    width: int  # of the state that enters the block
+    experts: int  # gates of a router in this block
+    first: bool  # whether what the block has once (a learned router) hangs on this projection
+    plain: bool = False  # whether its own adapter is always on all the same
+    extras: tuple[Extra, ...] = ()  # further experts of the block that hang on this projection
 
 
 @dataclass(frozen=True)
@@ -50,20 +76,30 @@ class Placement:
     targets: tuple[str, ...]  # full paths of every adapted module
     blocks: tuple[Block, ...]  # the blocks that route
 
+    def role(self, path: str) -> Role | None:
+        """What the projection at `path` is; None for one that is always on."""
+        for block in self.blocks:
+            if path in block.routed:
+                first = path == block.routed[0]
+                return Role(block.width, block.experts, first, extras=block.extras if first else ())
+            if path == block.host:
+                return Role(block.width, block.experts, first=True, plain=True)
+        return None
+
 
 def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str], bool]) -> Placement:
     """Plan an adapter on `model`. Raises one ConfigError that holds every problem."""
     modules = dict(model.named_modules())
-    inside = _inside_tuner_layers(modules)
+    inside = inside_tuner_layers(modules)
     targets = [path for path in modules if path and path not in inside and is_target(path)]
     problems = _name_problems(modules, targets, inside, config)
     problems += [
         f"target module {path!r} is a {type(module).__name__}; only linear layers can carry an adapter: "
         "leave it out of target_modules."
         for path in targets
-        if not _is_linear(module := modules[path])
+        if not is_linear(module := modules[path])
     ]
-    homes = {path: _block_of(path, modules) for path in targets}
+    homes = {path: block_of(path, modules) for path in targets}
     problems += _layer_problems(modules, homes, config)
     blocks, block_problems = _plan_blocks(modules, targets, homes, config)
     problems += block_problems
@@ -72,45 +108,15 @@ def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str],
     return Placement(tuple(targets), tuple(blocks))
 
 
-def block_index(path: str) -> int:
-    return int(path.rpartition(".")[2])
-
-
-def _inside_tuner_layers(modules: dict[str, nn.Module]) -> set[str]:
-    roots = tuple(f"{path}." for path, module in modules.items() if isinstance(module, BaseTunerLayer))
-    return {path for path in modules if path.startswith(roots)} if roots else set()
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    return isinstance(module, (nn.Linear, Conv1D)) or (
-        hasattr(module, "in_features") and hasattr(module, "out_features")
-    )
-
-
-def _block_of(path: str, modules: dict[str, nn.Module]) -> str | None:
-    """Path of the block a module is in: the element of the outermost ModuleList above it."""
-    parts = path.split(".")
-    for i in range(1, len(parts) - 1):
-        if isinstance(modules.get(".".join(parts[:i])), nn.ModuleList):
-            return ".".join(parts[: i + 1])
-    return None
-
-
-def _matches(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
-
-
 def _name_problems(
     modules: dict[str, nn.Module], targets: list[str], inside: set[str], config: MonkeyJumpConfig
 ) -> list[str]:
-    leaves = sorted({path.rpartition(".")[2] for path, m in modules.items() if path not in inside and _is_linear(m)})
+    leaves = sorted({path.rpartition(".")[2] for path, m in modules.items() if path not in inside and is_linear(m)})
     found = []
     if isinstance(config.target_modules, (list, set)):
         known = [path for path in modules if path not in inside]
         for name in config.target_modules:
-            if not any(_matches(path, name) for path in known):
+            if not any(matches(path, name) for path in known):
                 found.append(
                     f"target_modules names {name!r}, which no module of the model has.{did_you_mean(name, leaves)} "
                     f"Linear layers here: {', '.join(leaves)}."
@@ -121,7 +127,7 @@ def _name_problems(
             f"Linear layers here: {', '.join(leaves)}."
         )
     for name in config.shared_modules or []:
-        if targets and not any(_matches(path, name) for path in targets):
+        if targets and not any(matches(path, name) for path in targets):
             found.append(
                 f"shared_modules names {name!r}, which is not among the adapted modules: "
                 "add it to target_modules or take it out."
@@ -130,7 +136,7 @@ def _name_problems(
 
 
 def _layer_problems(modules: dict[str, nn.Module], homes: dict[str, str | None], config: MonkeyJumpConfig) -> list[str]:
-    linears = (_block_of(path, modules) for path, module in modules.items() if _is_linear(module))
+    linears = (block_of(path, modules) for path, module in modules.items() if is_linear(module))
     blocks = {
         "layers_to_transform": ("the model's blocks", sorted({block_index(home) for home in linears if home})),
         "layers_to_route": ("the adapted blocks", sorted({block_index(home) for home in homes.values() if home})),
@@ -158,7 +164,7 @@ def _plan_blocks(
     routed_by_block: dict[str, list[str]] = {}
     for path in targets:
         home = homes[path]
-        shared = any(_matches(path, name) for name in config.shared_modules or [])
+        shared = any(matches(path, name) for name in config.shared_modules or [])
         if home is None:
             if not shared:
                 problems.append(
@@ -166,6 +172,7 @@ def _plan_blocks(
                     "add it to shared_modules to keep it always on, or take it out of target_modules."
                 )
             continue
+        shared = shared or (config.placement == "ffn" and in_attention(path, home))
         if isinstance(config.layers_to_route, list) and block_index(home) not in config.layers_to_route:
             continue
         routed_by_block.setdefault(home, [])
@@ -173,18 +180,56 @@ def _plan_blocks(
             routed_by_block[home].append(path)
             problems += _cross_attention_problem(path, config)
     problems += _count_problems(routed_by_block, config)
+    problems += mixture_problems(config)
+    if isinstance(config.experts, list) and len(config.experts) > max(1, len(routed_by_block)):
+        problems.append(
+            f"experts={config.experts} names {len(config.experts)} parts of the depth, but only "
+            f"{len(routed_by_block)} blocks route: give at most one number per block."
+        )
+    experts = spread_experts(config, routed_by_block)
     lists = {home.rpartition(".")[0] for home in routed_by_block}
-    blocks = [
-        _block(home, routed, modules, several_lists=len(lists) > 1)
-        for home, routed in routed_by_block.items()
-        if routed
-    ]
+    blocks = []
+    for home, routed in routed_by_block.items():
+        shown = routed or [path for path in targets if homes[path] == home][:1]
+        block = replace(_block(home, shown, modules, several_lists=len(lists) > 1), experts=experts[home])
+        if config.placement == "ffn":
+            problems += feed_forward_problem(home, routed)
+            blocks.append(seen_from_feed_forward(block, routed))
+        elif routed:
+            linears = [path for path in free_linears(modules) if path.startswith(f"{home}.")]
+            extras, found = plan_extras(home, linears, modules, config.extra_experts or [])
+            problems += found
+            names, experts_here = (*block.names, *(extra.kind for extra in extras)), block.experts + len(extras)
+            blocks.append(replace(block, extras=extras, names=names, experts=experts_here))
     return blocks, problems
+
+
+def spread_experts(config: MonkeyJumpConfig, routed_by_block: dict[str, list[str]]) -> dict[str, int]:
+    """Experts per block: its routed projections, or `config.experts`, a list of which is spread in equal parts."""
+    if config.placement not in ("projection", "ffn"):
+        return {home: len(routed) for home, routed in routed_by_block.items()}
+    if isinstance(config.experts, int):
+        return dict.fromkeys(routed_by_block, config.experts)
+    homes: dict[str, list[str]] = {}
+    for home in routed_by_block:
+        homes.setdefault(home.rpartition(".")[0], []).append(home)
+    parts = len(config.experts)
+    return {
+        home: config.experts[position * parts // len(blocks)]
+        for blocks in homes.values()
+        for position, home in enumerate(sorted(blocks, key=block_index))
+    }
 
 
 def _cross_attention_problem(path: str, config: MonkeyJumpConfig) -> list[str]:
     parent, _, leaf = path.rpartition(".")
-    if config.granularity == "token" and _CROSS_ATTENTION.search(parent) and _KEY_OR_VALUE.match(leaf):
+    own_input = config.placement == "projection" and config.router_scope == "projection" and not config.aux_loss_weight
+    if (
+        config.granularity == "token"
+        and not own_input
+        and _CROSS_ATTENTION.search(parent)
+        and _KEY_OR_VALUE.match(leaf)
+    ):
         return [
             f"target module {path!r} reads the encoder's tokens, which granularity='token' of a decoder block cannot "
             "route: use granularity='sequence' or 'task', share it, or exclude it with exclude_modules."
@@ -194,6 +239,8 @@ def _cross_attention_problem(path: str, config: MonkeyJumpConfig) -> list[str]:
 
 def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpConfig) -> list[str]:
     empty = [home for home, routed in routed_by_block.items() if not routed]
+    if empty and config.placement == "ffn":  # attention alone: LoRA with an idle router
+        return []
     if empty:
         return [
             f"shared_modules={config.shared_modules} leaves nothing to route in block {empty[0]!r}: take a projection "
@@ -204,7 +251,8 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
     home, routed = min(routed_by_block.items(), key=lambda item: len(item[1]))
     names = [path.rpartition(".")[2] for path in routed]
     found = []
-    if config.uses_centers and config.top_k > len(routed):
+    one_each = config.placement == "block" and (config.uses_centers or config.learns_router)
+    if one_each and config.top_k is not None and config.top_k > len(routed):
         found.append(
             f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names} of block {home!r}: "
             f"lower top_k to {len(routed)} or less, or route more projections."
@@ -218,50 +266,17 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
 
 
 def _block(home: str, routed: list[str], modules: dict[str, nn.Module], several_lists: bool) -> Block:
-    owner = _owner_of(home, modules)
+    owner = owner_of(home, modules)
     return Block(
         key=home if several_lists else str(block_index(home)),
         path=home,
         owner=owner,
         width=_width(modules[owner], modules[routed[0]]),
         routed=tuple(routed),
-        names=tuple(_short_names(home, routed)),
+        names=tuple(short_names(home, routed)),
     )
-
-
-def _owner_of(home: str, modules: dict[str, nn.Module]) -> str:
-    """The innermost pretrained model around the list of blocks, else the module that holds the list."""
-    holder = home.rpartition(".")[0].rpartition(".")[0]
-    path = holder
-    while True:
-        if isinstance(modules[path], PreTrainedModel):
-            return path
-        if not path:
-            return holder
-        path = path.rpartition(".")[0]
 
 
 def _width(owner: nn.Module, first_routed: nn.Module) -> int:
     width = getattr(getattr(owner, "config", None), "hidden_size", None)
     return int(width) if isinstance(width, int) else linear_shape(first_routed)[0]
-
-
-def linear_shape(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of a linear layer of any kind."""
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    if isinstance(module, Conv1D):
-        return module.weight.shape[0], module.weight.shape[1]
-    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
-
-
-def _short_names(home: str, routed: list[str]) -> list[str]:
-    """The shortest suffixes of the paths that tell the projections of a block apart."""
-    relative = [path.removeprefix(f"{home}.").split(".") for path in routed]
-    names = []
-    for parts in relative:
-        for depth in range(1, len(parts) + 1):
-            if sum(other[-depth:] == parts[-depth:] for other in relative) == 1 or depth == len(parts):
-                names.append(".".join(parts[-depth:]))
-                break
-    return names

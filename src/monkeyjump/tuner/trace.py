@@ -110,8 +110,11 @@ def record_routing(model: nn.Module) -> Iterator[RoutingTrace]:
 
 
 def staged_load(model: nn.Module, adapter_name: str = "default") -> dict[str, ExpertLoad]:
-    """Expert load of the last training forward, read from the staged counts: costs nothing until it is asked for."""
+    """Expert load of the last training forward, as it was staged: costs nothing until it is asked for."""
     loads = {}
+    for (adapter, key), load in require_context(model).losses.loads.items():
+        if adapter == adapter_name:
+            loads[key] = ExpertLoad([f"expert {n}" for n in range(len(load))], load.tolist(), mean_gate=[])
     for router in require_context(model).routers():
         layers: Sequence[MonkeyJumpLayer] = router.layers.get(adapter_name, [])
         if layers and adapter_name in layers[0].monkeyjump_staged_count:

@@ -1,0 +1,169 @@
+"""N experts of one kind on one projection, fused into one adapter: no loop, no gather, no look at values on the host.
+
+LoRA-like experts are one adapter of rank N * r whose rank activation is multiplied by the N gates, each repeated r
+times; zero gates give exactly the top-k result. All experts of a projection see the same dropout mask.
+
+Shapes: D, O input and output width, N experts, R rank of one expert; `...`: any leading shape, mostly [B, T].
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from monkeyjump.adapters.adalora import AdaLoraAdapter
+from monkeyjump.adapters.base import ADAPTERS, Adapter, BaseLinear, Gate
+from monkeyjump.adapters.lora import LoraAdapter
+from monkeyjump.adapters.lora_fa import LoraFaAdapter
+from monkeyjump.adapters.propulsion import PropulsionAdapter
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import reference as ops
+
+
+def mixture_of(config: MonkeyJumpConfig, linear: BaseLinear, experts: int) -> Adapter:
+    """The fused adapter of `experts` experts of kind `config.adapter`; its gate is [..., experts]."""
+    own = ADAPTERS.get(config.adapter).mixture
+    if own is not None:
+        return own(linear, config, experts)
+    kinds = SHARED_A if config.share_A else MIXTURES
+    return kinds[config.adapter](linear.in_features, linear.out_features, config, experts)
+
+
+def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
+    """Whether there is such a mixture."""
+    if config.placement in ("block", "nested") or config.adapter in MIXTURES:
+        return []
+    if config.placement == "projection" and ADAPTERS.get(config.adapter).mixture is not None:
+        return []
+    known = [name for name in ADAPTERS if name in MIXTURES or ADAPTERS.get(name).mixture is not None]
+    return [
+        f"adapter={config.adapter!r} has no form with several experts on one projection: choose one of "
+        f"{', '.join(known)}, or placement='block'."
+    ]
+
+
+class _Experts(LoraAdapter):
+    """The rank activation of expert n, entries n * r to (n + 1) * r, is multiplied by gate n."""
+
+    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
+        super().__init__(in_features, out_features, _widened(config, experts))
+        self.experts = experts
+
+    def strength(self, gate: Gate) -> torch.Tensor | float:
+        repeated = None if gate is None else gate.repeat_interleave(self.B.shape[1] // self.experts, dim=-1)
+        return super().strength(repeated)
+
+    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """What every expert alone would add for the tokens x [S, D], without its gate and dropout: [S, N, O]."""
+        z = F.linear(x, self.A.to(x.dtype)) * self.strength(None)
+        return torch.einsum("snr,onr->sno", z.unflatten(-1, (self.experts, -1)), self._up(x.dtype))
+
+    def _up(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.B.to(dtype).unflatten(-1, (self.experts, -1))
+
+    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
+        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
+
+
+class LoraMixture(_Experts):
+    """MoELoRA, MoLA: every expert has an A and a B."""
+
+
+class LoraFaMixture(_Experts, LoraFaAdapter):
+    """N frozen A's and N trained B's."""
+
+
+class AdaLoraMixture(_Experts, AdaLoraAdapter):
+    """Orthogonality is asked of every expert by itself; the rank budget is one for all experts and projections."""
+
+    def auxiliary_loss(self) -> torch.Tensor:
+        """Mean over the experts of (||A A^T - I||_F + ||B^T B - I||_F) / 2."""
+        A = self.A.unflatten(0, (self.experts, -1))
+        B = self.B.unflatten(1, (self.experts, -1)).movedim(1, 0)
+        eye = torch.eye(A.shape[1], device=A.device, dtype=A.dtype)
+        rows = torch.linalg.matrix_norm(A @ A.mT - eye)
+        columns = torch.linalg.matrix_norm(B.mT @ B - eye)
+        return (rows + columns).mean() / 2
+
+
+class _SharedA(_Experts):
+    """HydraLoRA: one A, N B's (Tian et al., 2024). A x is formed once and each B gets it times its gate."""
+
+    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
+        super().__init__(in_features, out_features, config, experts)
+        A = self.A[: config.r].detach().clone()
+        self.A = nn.Parameter(A) if isinstance(self.A, nn.Parameter) else A
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        z = self.down(x)
+        gates = torch.ones(self.experts, device=z.device) if gate is None else gate
+        spread = (gates.unsqueeze(-1) * (z * self.scaling).unsqueeze(-2)).flatten(-2)
+        return F.linear(spread.to(z.dtype), self.B.to(z.dtype))
+
+    def down(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x
+        return F.linear(dropped, self.A.to(x.dtype))
+
+    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        z = F.linear(x, self.A.to(x.dtype)) * self.scaling
+        return torch.einsum("sr,onr->sno", z, self._up(x.dtype))
+
+
+class HydraMixture(_SharedA):
+    """A is trained."""
+
+
+class HydraFaMixture(_SharedA, LoraFaAdapter):
+    """A is frozen."""
+
+    def down(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.dropout == 0:
+            return F.linear(x, self.A.to(x.dtype))
+        seed = torch.randint(2**31, (), device=x.device)
+        return ops.SeededDropoutLinear.apply(x, self.A, seed, self.dropout)
+
+
+class PropulsionMixture(PropulsionAdapter):
+    """y (1 + sum_n g_n (p_n ** degree - 1)), with the offsets p - 1 as [N, O].
+
+    All p_n start equal, so only different gates tell the experts apart: a router must not start at zero.
+    """
+
+    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
+        super().__init__(in_features, out_features, config)
+        self.experts = experts
+        self.offset = nn.Parameter(torch.zeros(experts, out_features, dtype=torch.float32))
+
+    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+        factor = ops.power_minus_one(self.offset, self.degree)
+        mixed = factor.sum(0) if gate is None else gate.to(factor.dtype) @ factor
+        return (base * mixed).to(base.dtype)
+
+    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        return base.unsqueeze(-2) * ops.power_minus_one(self.offset, self.degree)
+
+    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
+        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
+
+
+# Not in the registry of adapters: what a user names is the kind of one expert.
+MIXTURES: dict[str, Any] = {
+    "lora": LoraMixture,
+    "lora_fa": LoraFaMixture,
+    "adalora": AdaLoraMixture,
+    "propulsion": PropulsionMixture,
+}
+SHARED_A: dict[str, Any] = {"lora": HydraMixture, "lora_fa": HydraFaMixture}
+
+
+def _widened(config: MonkeyJumpConfig, experts: int) -> MonkeyJumpConfig:
+    """The configuration of one adapter that holds the ranks of all experts, at the same alpha / r."""
+    wide = copy.copy(config)
+    wide.r, wide.alpha = experts * config.r, experts * config.alpha
+    if config.target_r is not None:
+        wide.target_r = experts * config.target_r
+    return wide

@@ -1,0 +1,125 @@
+"""The mixtures that Monkey Jump is compared with, one function each: protocol in, settings out.
+
+In the `mj_paper` protocol all have the paper's targets (q, k, v, o, gate), rank 2, alpha 5, dropout 0.05, four experts
+and top-2; only what makes a method itself differs. Learning rates are the recipe's business. Everywhere: all experts of
+a projection share one dropout mask, where the authors' loops draw one each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monkeyjump.methods.presets import METHODS, PAPER_TARGETS
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
+
+
+def _mixture(adapter: str = "lora") -> dict[str, Any]:
+    """Four experts on each projection under a softmax router of its own, top-2."""
+    return {
+        "adapter": adapter,
+        "placement": "projection",
+        "router": "linear",
+        "experts": 4,
+        "top_k": 2,
+        "target_modules": list(PAPER_TARGETS),
+    }
+
+
+def moelora(protocol: str) -> dict[str, Any]:
+    """MoELoRA (Luo et al., 2024): N LoRA experts per projection, token-level softmax router, top-2.
+
+    Published: 8 experts on the attention projections and a balance loss. There is no public code, and the text could
+    not be read: rank, alpha and dropout are the Monkey Jump paper's, the weight of the balance loss is Switch's, and
+    the contrastive loss (`contrastive_weight`, off) is in a form of ours. Kept gates are not renormalised.
+    """
+    settings = {**_mixture(), "aux_loss_weight": 0.01}
+    return settings if protocol == "mj_paper" else {**settings, "experts": 8, "target_modules": list(ATTENTION)}
+
+
+def hydralora(protocol: str) -> dict[str, Any]:
+    """HydraLoRA (Tian et al., 2024): one A and N B's per projection, mixed by a softmax over all of them.
+
+    Published, from the authors' script: dense, Kaiming router, no balance loss (the code's is hard-wired to zero), rank
+    4, alpha 32, four B's, on gate, up and down. Not matched: A is applied once, with one dropout mask, not once per
+    expert. `mj_paper`: the paper's targets and top-2, as it says of every mixture.
+    """
+    settings = {**_mixture(), "share_A": True, "router_init": "kaiming"}
+    if protocol == "mj_paper":
+        return settings
+    return {**settings, "top_k": None, "target_modules": list(FEED_FORWARD), "r": 4, "alpha": 32.0}
+
+
+def mola(protocol: str) -> dict[str, Any]:
+    """MoLA (Gao et al., 2024): MoELoRA with more experts in higher blocks, top-2, renormalised.
+
+    Published: 2-4-6-8 experts by quarter of the depth on all seven projections, rank 8, alpha 16, Kaiming router; the
+    authors' balance loss (0.001, summed over routers) is off unless asked for, so it is off here too. `mj_paper`: the
+    allocation 2-3-5-6 averages four experts, so its size is that of MoELoRA; four everywhere would be MoELoRA.
+    """
+    settings = {**_mixture(), "router_init": "kaiming", "renormalize": True, "lb_reduce": "sum"}
+    if protocol == "mj_paper":
+        return {**settings, "experts": [2, 3, 5, 6]}
+    return {**settings, "experts": [2, 4, 6, 8], "target_modules": [*ATTENTION, *FEED_FORWARD], "r": 8, "alpha": 16.0}
+
+
+def moa(protocol: str) -> dict[str, Any]:
+    """MoA (Cao et al., 2025): one sigmoid router per block over the block's own adapters, each gate for itself.
+
+    Published: LoRA on q, k, v, o and down, the parallel bottleneck (width 16) and the prompt (length 10), SwiGLU
+    router, soft gates, rank 8, alpha 8. Not matched: the prompt meets the query before its rotation, not after (no
+    model code is touched), and the router reads the block's input as in their LLaMA code (their Transformers port reads
+    it after the norm). The bottleneck starts nearly, not exactly, at zero. LoRA alone: `extra_experts=[]`. Sparse:
+    `threshold=0.5`; as published the threshold never learns (`threshold_grad`). `mj_paper`: LoRA on the shared targets
+    and a linear router; soft gates have no top-k to match.
+    """
+    settings = {
+        "adapter": "lora",
+        "router": "sigmoid",
+        "router_init": "kaiming",
+        "top_k": None,
+        "target_modules": list(PAPER_TARGETS),
+    }
+    if protocol == "mj_paper":
+        return settings
+    targets = [*ATTENTION, "down_proj"]
+    extras = ["parallel", "prompt"]
+    return {
+        **settings,
+        "router_hidden": "swiglu",
+        "extra_experts": extras,
+        "target_modules": targets,
+        "r": 8,
+        "alpha": 8.0,
+    }
+
+
+def moe_lora_fa(protocol: str) -> dict[str, Any]:
+    """MoE-LoRA-FA: MoELoRA with frozen A's, one per expert (`share_A=True`: one per projection).
+
+    Only the Monkey Jump paper names it, so both presets are its protocol. Its printed 902K trainable parameters on
+    Qwen2-0.5B are not matched: with every A frozen there are 737,280.
+    """
+    return {**_mixture("lora_fa"), "aux_loss_weight": 0.01}
+
+
+def moe_adalora(protocol: str) -> dict[str, Any]:
+    """MoE-AdaLoRA: MoELoRA whose experts are AdaLoRA's; orthogonality per expert, one rank budget over all of them.
+
+    Only the Monkey Jump paper names it, so both presets are its protocol; no rank is taken away unless `target_r` says.
+    """
+    return {**_mixture("adalora"), "aux_loss_weight": 0.01}
+
+
+def moe_propulsion(protocol: str) -> dict[str, Any]:
+    """MoE-Propulsion: y (1 + sum_n g_n (p_n^15 - 1)) under MoELoRA's router.
+
+    Only the Monkey Jump paper names it, so both presets are its protocol. All experts start equal and are told apart by
+    the random start of the router alone.
+    """
+    return {**_mixture("propulsion"), "aux_loss_weight": 0.01}
+
+
+for _method in (moelora, hydralora, mola, moa, moe_lora_fa, moe_adalora, moe_propulsion):
+    METHODS.add(_method.__name__, _method)

@@ -1,0 +1,127 @@
+"""Learned routers: a softmax over experts (MoELoRA, HydraLoRA, MoLA) or one sigmoid gate each (MoA).
+
+Kept and computed in fp32 whatever the model's dtype; gradients flow to the router and to its input.
+
+Shapes: D width of the input, N experts, H hidden width; `...`: any leading shape, mostly [B, T].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import reference as ops
+from monkeyjump.ops.precision import at_least_fp32, precise_linear
+
+
+@dataclass
+class LearnedDecision:
+    gates: torch.Tensor  # [..., N], zero on experts that are not used
+    probabilities: torch.Tensor  # [..., N], before anything was dropped
+    chosen: torch.Tensor  # [..., N] bool
+
+
+class LearnedRouter(nn.Module):
+    """Gates of N experts for every token it is shown.
+
+    router="linear": softmax(W x), no bias. router="sigmoid": sigmoid of W x + b, or of a SwiGLU layer of width 4 N
+    (`router_hidden="swiglu"`); with `threshold`, an expert counts only where its gate reaches
+    threshold * sigmoid(v x + c), a bar that the token sets itself.
+    """
+
+    def __init__(self, width: int, experts: int, config: MonkeyJumpConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.width, self.experts = width, experts
+        self.sigmoid = config.router == "sigmoid"
+        hidden = 4 * experts if config.router_hidden == "swiglu" else None
+        self.weight = _parameter(experts, width if hidden is None else hidden)
+        self.bias = _parameter(experts) if self.sigmoid else None
+        if hidden is not None:
+            self.hidden_gate, self.hidden_gate_bias = _parameter(hidden, width), _parameter(hidden)
+            self.hidden_up, self.hidden_up_bias = _parameter(hidden, width), _parameter(hidden)
+        if config.threshold is not None:
+            self.threshold, self.threshold_bias = _parameter(1, width), _parameter(1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random, never zero: equal experts would otherwise get equal gradients and stay equal."""
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                nn.init.zeros_(parameter)
+            elif self.config.router_init == "kaiming":
+                nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+            else:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> LearnedDecision:
+        with torch.autocast(x.device.type, enabled=False):
+            logits = self.logits(x)
+            if self.training and self.config.jitter > 0:
+                logits = logits + self.config.jitter * torch.randn_like(logits)
+            return self.decide(x, logits)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.router_hidden == "swiglu":
+            gate = precise_linear(x, self.hidden_gate, self.hidden_gate_bias)
+            x = nn.functional.silu(gate) * precise_linear(x, self.hidden_up, self.hidden_up_bias)
+        return precise_linear(x, self.weight, self.bias)
+
+    def decide(self, x: torch.Tensor, logits: torch.Tensor) -> LearnedDecision:
+        config = self.config
+        scaled = logits / config.temperature
+        p = torch.sigmoid(scaled) if self.sigmoid else torch.softmax(scaled, dim=-1)
+        chosen = ops.top_k_mask(logits, config.top_k)
+        gates = p * chosen
+        if config.threshold is not None:
+            bar = config.threshold * torch.sigmoid(precise_linear(x, self.threshold, self.threshold_bias))
+            chosen = chosen & (p >= bar)
+            gates = above_threshold(p, bar, chosen, config.threshold_grad)
+        if config.renormalize:
+            gates = gates / gates.sum(-1, keepdim=True).clamp_min(ops.EPS)
+        return LearnedDecision(gates, p, chosen)
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(at_least_fp32(fn), recurse)
+
+    def extra_repr(self) -> str:
+        return f"{self.config.router}, width={self.width}, experts={self.experts}"
+
+
+def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gradient: str) -> torch.Tensor:
+    """The gates of the experts that reach the bar.
+
+    none: p there, 0 elsewhere; the bar has gradient 0, as in the authors' code. ste: the same values, with the step
+    replaced by its argument in backward. subtract: p - bar, so the gate opens without a jump.
+    """
+    if gradient == "subtract":
+        return (p - bar) * chosen
+    if gradient == "ste":
+        margin = p - bar
+        return p * (chosen + (margin - margin.detach()))
+    return p * chosen + 0.0 * bar  # keeps the parameters of the bar in the graph, for distributed training
+
+
+def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens."""
+    chosen = decision.chosen.detach().flatten(0, -2).float()
+    p = decision.probabilities.flatten(0, -2)
+    if mask is None:
+        return chosen.sum(0) / chosen.sum().clamp_min(1), p.mean(0)
+    real = mask.flatten().unsqueeze(-1)
+    chosen = chosen * real
+    return chosen.sum(0) / chosen.sum().clamp_min(1), p.masked_fill(~real, 0.0).sum(0) / real.sum().clamp_min(1)
+
+
+def balance_loss(load: torch.Tensor, probability: torch.Tensor, top_k: int, norm: str) -> torch.Tensor:
+    """N * sum_n f_n P_n. An even load gives 1 (switch), or top_k where f counts every slot by itself (mixtral)."""
+    loss = load.shape[-1] * (load * probability).sum(-1)
+    return loss * top_k if norm == "mixtral" else loss
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))

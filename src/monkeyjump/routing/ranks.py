@@ -1,0 +1,76 @@
+"""MoRE's selector: how many of an adapter's ranks a task uses (Zhang et al., 2025).
+
+Expert j of an adapter is its first j ranks. A table holds one embedding per task; a linear layer with softmax turns it
+into a probability for every j; the largest one is used. Nothing here looks at values on the host, and a batch may
+mix tasks.
+
+Shapes: K tasks, R ranks, W width of a task embedding; `...`: any leading shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from monkeyjump.ops.precision import at_least_fp32
+
+TEMPERATURE = 0.05  # of the cosines in the task loss, the authors' value
+EMBEDDING_STD = 0.01
+
+
+def rank_weights(r: int, rank_scale: str) -> torch.Tensor:
+    """Weight of each rank, fp32 [R]. `code`: the authors scale row i of A and column i of B by i/r each."""
+    share = torch.arange(1, r + 1, dtype=torch.float32) / r
+    return {"code": share.square(), "linear": share, "none": torch.ones_like(share)}[rank_scale]
+
+
+class RankSelector(nn.Module):
+    """Task embeddings [K, W] and the layer that chooses a number of ranks for each; kept and computed in fp32."""
+
+    def __init__(self, tasks: int, width: int, r: int, rank_scale: str) -> None:
+        super().__init__()
+        self.tasks = nn.Parameter(torch.empty(tasks, width, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.empty(r, width, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(r, dtype=torch.float32))
+        self.rank_scale = rank_scale
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.tasks, std=EMBEDDING_STD)
+        nn.init.kaiming_uniform_(self.weight, nonlinearity="relu")
+        nn.init.zeros_(self.bias)
+
+    def probabilities(self) -> torch.Tensor:
+        """p(j | task) for j = 1..R, [K, R]."""
+        return torch.softmax(F.linear(self.tasks, self.weight, self.bias), dim=-1)
+
+    def ranks(self) -> torch.Tensor:
+        """How many ranks each task uses now, int64 [K], in 1..R."""
+        return self.probabilities().argmax(-1) + 1
+
+    def gates(self) -> torch.Tensor:
+        """The factor on every rank for every task, [K, R]: the rank's weight on the first j ranks, 0 on the others.
+
+        Straight-through: the value is that of the chosen j alone, the gradient that of sum_j p_j (first j ranks), so
+        every probability learns from what its ranks would have added.
+        """
+        p = self.probabilities()
+        chosen = F.one_hot(p.argmax(-1), p.shape[-1]).to(p.dtype)
+        one_hot = chosen + (p - p.detach())
+        used = one_hot.flip(-1).cumsum(-1).flip(-1)  # rank i is used by every j >= i
+        return used * rank_weights(p.shape[-1], self.rank_scale).to(p.device)
+
+    def forward(self, task_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [...] tasks to the factor on every rank, [..., R]."""
+        return self.gates()[task_ids]
+
+    def task_logits(self, h: torch.Tensor) -> torch.Tensor:
+        """Cosine of a pooled state h [..., W] with every task embedding, over the temperature: [..., K]."""
+        return F.normalize(h.to(self.tasks.dtype), dim=-1) @ F.normalize(self.tasks, dim=-1).T / TEMPERATURE
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(at_least_fp32(fn), recurse)
+
+    def extra_repr(self) -> str:
+        return f"tasks={self.tasks.shape[0]}, width={self.tasks.shape[1]}, r={self.bias.shape[0]}"

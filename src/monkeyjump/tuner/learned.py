@@ -1,0 +1,168 @@
+"""Learned routers in a block, and experts on each projection: gates that carry gradients.
+
+Unlike centroid gates these are made again in a recomputation, by the same operations, so that both passes save the same
+tensors; only the mask of the forward is remembered.
+
+Shapes: B batch, T tokens, D hidden width, E gates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
+from monkeyjump.routing.learned import LearnedDecision, load_and_probability
+from monkeyjump.routing.router import uniform_gates
+from monkeyjump.tuner.block import REMEMBERED, BlockRouter
+from monkeyjump.tuner.inputs import hidden_states, in_backward
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.placement import Block
+
+if TYPE_CHECKING:
+    from monkeyjump.tuner.group import BlockGroup
+
+
+class LearnedBlockRouter(BlockRouter):
+    """The gates of one block whose router is trained, or whose projections hold several experts each."""
+
+    def __init__(self, group: BlockGroup, block: Block, module: nn.Module) -> None:
+        super().__init__(group, block, module)
+        self.experts: dict[str, int] = {}
+        self.mask: torch.Tensor | None = None  # real tokens of the current pass, [B, T]
+        self.masks: dict[int, torch.Tensor | None] = {}
+        self.recomputing = False
+
+    def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
+        super().add(adapter_name, config, block, layers)
+        self.experts[adapter_name] = block.experts
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        active = self.active()
+        if not active:
+            return
+        h = hidden_states(args, kwargs, self.path)
+        self.shape = (h.shape[0], h.shape[1])
+        self.recomputing = in_backward()
+        self.mask = self._mask_of(h)
+        for name in active:
+            config = self.configs[name]
+            if not config.learns_router:
+                self.gates[name] = uniform_gates(h, self.experts[name], config)
+                self._trace(name, self.key, self.gates[name].expand(*self.shape, -1))
+            elif not routes_alone(config):
+                self.gates[name] = self._decide_learned(name, self.key, self.layers[name][0], h)
+
+    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+        """The gate of the tokens of x: [..., 1] where the projection is one expert, [..., N] where it holds N."""
+        config = self.configs[adapter_name]
+        if routes_alone(config):
+            layer = self.layers[adapter_name][position]
+            return self._decide_learned(adapter_name, self._key_of(adapter_name, position), layer, x)
+        if config.placement == "block":
+            return super().gate(adapter_name, position, x)
+        return self._fitted(self._gates_of(adapter_name), x, adapter_name, position)
+
+    def observe(
+        self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
+    ) -> None:
+        """Stage the contrastive loss between the experts of one projection."""
+        config, layer = self.configs[adapter_name], self.layers[adapter_name][position]
+        if config.contrastive_weight == 0 or not layer.training or not self._with_gradients(config):
+            return
+        experts = gate.shape[-1]
+        x, base = x.flatten(0, -2), base.flatten(0, -2)
+        used = gate.expand(*gate.shape[:1], x.shape[0] // gate.shape[0], -1) if gate.dim() == 3 else gate
+        used = used.flatten(0, -2) > 0
+        mask = self._fitted_mask(x)
+        if mask is not None:
+            used = used & mask.flatten().unsqueeze(-1)
+        picked = sample_tokens(x.shape[0], experts, mask, x.device)
+        if picked is not None:
+            x, base, used = x[picked], base[picked], used[picked]
+        loss = contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
+        if self.group.staging and not self.recomputing:
+            losses = self.group.context.losses
+            losses.stage_contrastive(adapter_name, config, self._key_of(adapter_name, position), loss)
+
+    def _decide_learned(self, name: str, key: str, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor:
+        config, router = self.configs[name], layer.monkeyjump_router[name]
+        if x.shape[-1] != router.width:
+            raise ConfigError(
+                f"block {self.path!r} is entered by states of width {x.shape[-1]}, but the router of adapter {name!r} "
+                f"expects {router.width}: the block list does not carry the model's hidden state."
+            )
+        decision: LearnedDecision = router(x)
+        if layer.training:
+            self._stage_balance(name, config, key, decision, self._fitted_mask(x))
+        self._trace(name, key, decision.gates)
+        return decision.gates
+
+    def _stage_balance(
+        self, name: str, config: MonkeyJumpConfig, key: str, decision: LearnedDecision, mask: torch.Tensor | None
+    ) -> None:
+        staging = self.group.staging and not self.recomputing
+        losses = self.group.context.losses
+        if config.aux_loss_weight > 0 and self._with_gradients(config):
+            load, probability = load_and_probability(decision, mask)
+            if staging:
+                losses.stage_balance(name, config, key, load, probability)
+        elif staging:
+            with torch.no_grad():
+                losses.stage_load(name, key, load_and_probability(decision, mask)[0])
+
+    def _with_gradients(self, config: MonkeyJumpConfig) -> bool:
+        """Whether a loss on this pass can be trained; reentrant checkpointing hides the first pass from autograd."""
+        if self.group.staging and not self.recomputing and not torch.is_grad_enabled():
+            weights = "aux_loss_weight" if config.aux_loss_weight else "contrastive_weight"
+            raise ConfigError(
+                f"{weights}={getattr(config, weights)} needs gradients through the router, which reentrant gradient "
+                "checkpointing does not give: use gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        return torch.is_grad_enabled()
+
+    def _mask_of(self, h: torch.Tensor) -> torch.Tensor | None:
+        """The real tokens of this pass; in a recomputation those of its forward, since another may lie between."""
+        if torch.compiler.is_compiling():
+            return self.group.mask(self.shape, h.device)
+        key = h.data_ptr()
+        if self.recomputing and key in self.masks:
+            return self.masks[key]
+        mask = self.group.mask(self.shape, h.device)
+        if self.group.staging:
+            self.masks.pop(key, None)
+            while len(self.masks) >= REMEMBERED:
+                self.masks.pop(next(iter(self.masks)))
+            self.masks[key] = mask
+        return mask
+
+    def _fitted_mask(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The mask in the leading shape of x, which may be flattened."""
+        if self.mask is None or x.shape[:-1] == self.mask.shape:
+            return self.mask
+        tokens = x.shape[:-1].numel()
+        if tokens != self.mask.numel():
+            raise ConfigError(
+                f"a projection of block {self.path!r} sees {tokens} tokens, but the block was entered by "
+                f"{self.mask.numel()}: which of them are padding is not known; add it to shared_modules."
+            )
+        return self.mask.reshape(x.shape[:-1])
+
+    def _trace(self, name: str, key: str, gates: torch.Tensor) -> None:
+        trace = self.group.context.trace
+        if trace is not None and not self.recomputing:
+            own = self.configs[name].placement == "block"
+            names = self.names[name] if own else tuple(f"expert {n}" for n in range(gates.shape[-1]))
+            trace.record(key, name, names, gates.reshape(*self.shape, -1), self.mask)
+
+    def _key_of(self, name: str, position: int) -> str:
+        return f"{self.key}.{self.names[name][position]}"
+
+
+def routes_alone(config: MonkeyJumpConfig) -> bool:
+    """Whether every projection has a router of its own, on its own input."""
+    return config.placement == "projection" and config.learns_router and config.router_scope == "projection"

@@ -1,0 +1,77 @@
+"""Modules of a model by their paths: which are linear, which block they are in, what to call them."""
+
+from __future__ import annotations
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+def block_index(path: str) -> int:
+    return int(path.rpartition(".")[2])
+
+
+def inside_tuner_layers(modules: dict[str, nn.Module]) -> set[str]:
+    roots = tuple(f"{path}." for path, module in modules.items() if isinstance(module, BaseTunerLayer))
+    return {path for path in modules if path.startswith(roots)} if roots else set()
+
+
+def is_linear(module: nn.Module) -> bool:
+    if isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    return isinstance(module, (nn.Linear, Conv1D)) or (
+        hasattr(module, "in_features") and hasattr(module, "out_features")
+    )
+
+
+def free_linears(modules: dict[str, nn.Module]) -> list[str]:
+    """Linear layers, adapted or not, but not the ones inside adapted layers."""
+    inside = inside_tuner_layers(modules)
+    return [path for path, module in modules.items() if path not in inside and is_linear(module)]
+
+
+def block_of(path: str, modules: dict[str, nn.Module]) -> str | None:
+    """Path of the block a module is in: the element of the outermost ModuleList above it."""
+    parts = path.split(".")
+    for i in range(1, len(parts) - 1):
+        if isinstance(modules.get(".".join(parts[:i])), nn.ModuleList):
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def matches(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def owner_of(home: str, modules: dict[str, nn.Module]) -> str:
+    """The innermost pretrained model around the list of blocks, else the module that holds the list."""
+    holder = home.rpartition(".")[0].rpartition(".")[0]
+    path = holder
+    while True:
+        if isinstance(modules[path], PreTrainedModel):
+            return path
+        if not path:
+            return holder
+        path = path.rpartition(".")[0]
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer of any kind."""
+    if isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    if isinstance(module, Conv1D):
+        return module.weight.shape[0], module.weight.shape[1]
+    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+
+
+def short_names(home: str, routed: list[str]) -> list[str]:
+    """The shortest suffixes of the paths that tell the projections of a block apart."""
+    relative = [path.removeprefix(f"{home}.").split(".") for path in routed]
+    names = []
+    for parts in relative:
+        for depth in range(1, len(parts) + 1):
+            if sum(other[-depth:] == parts[-depth:] for other in relative) == 1 or depth == len(parts):
+                names.append(".".join(parts[-depth:]))
+                break
+    return names

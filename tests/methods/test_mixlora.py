@@ -1,0 +1,355 @@
+"""MixLoRA: a mixture of whole feed-forwards. The hooked form against a plain loop over experts, and every promise."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import BertConfig, BertModel, GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+import monkeyjump as mj
+from monkeyjump.routing.learned import LearnedRouter
+from monkeyjump.tuner.ffn import FeedForwardExperts
+from tests.helpers import PAD, assert_same, disturb, gradients, layers_of, lm_batch, padded, tiny_llama, token_ids, wrap
+from tests.tuner.test_count import ATTENTION, qwen2_half_billion
+
+EXPERTS, K = 4, 2
+FFN = ["gate_proj", "up_proj", "down_proj"]
+SUBSETS = [FFN, ["gate_proj"], ["down_proj"], ["up_proj", "down_proj"]]
+
+
+def mixlora(**changes: Any) -> mj.MonkeyJumpConfig:
+    return mj.methods.build("mixlora", **{"r": 2, "alpha": 4.0, "dropout": 0.0, "experts": EXPERTS, **changes})
+
+
+def routers(model: torch.nn.Module) -> dict[str, LearnedRouter]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, LearnedRouter)}
+
+
+@torch.no_grad()
+def spread(model: torch.nn.Module, seed: int = 3) -> None:
+    for path, router in sorted(routers(model).items()):
+        generator = torch.Generator().manual_seed(seed + sum(map(ord, path)))
+        router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+
+
+def adapted_mixlora(base: Any = None, **changes: Any) -> PeftModel:
+    model = wrap(base if base is not None else tiny_llama(), mixlora(**changes))
+    disturb_all(model)
+    return model
+
+
+def disturb_all(model: torch.nn.Module) -> None:
+    disturb(model)
+    spread(model)
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"), [(ATTENTION, 356_352), ([*ATTENTION, *FFN], 3_674_112)], ids=["attention", "published"]
+)
+def test_golden_counts(targets: list[str], expected: int) -> None:
+    with torch.device("meta"):
+        model = get_peft_model(qwen2_half_billion(), mixlora(target_modules=targets))
+    count = mj.count_parameters(model)
+    assert count.trainable == expected
+    assert count.router == 24 * 896 * EXPERTS
+
+
+def test_the_two_layouts() -> None:
+    published, matched = mj.methods.build("mixlora"), mj.methods.build("mixlora", preset="mj_paper")
+    assert (published.placement, published.experts, published.renormalize) == ("ffn", 8, True)
+    assert matched.placement == "projection"
+    assert matched.experts == 4
+
+
+# --- the same thing as a loop ----------------------------------------------------------------------------------------
+
+
+def delta(layer: Any, x: torch.Tensor, expert: int, config: mj.MonkeyJumpConfig) -> torch.Tensor:
+    """What expert `expert` adds to one projection, or nothing where the projection is not adapted."""
+    adapter = getattr(layer, "monkeyjump_adapter", {"default": None})["default"]
+    if adapter is None:
+        return torch.zeros(())
+    ranks = slice(expert * config.r, (expert + 1) * config.r)
+    return config.alpha / config.r * (x @ adapter.A[ranks].T) @ adapter.B[:, ranks].T
+
+
+def base(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return getattr(layer, "base_layer", layer)(x)
+
+
+def loop(mlp: Any, router: LearnedRouter, config: mj.MonkeyJumpConfig, x: torch.Tensor, gated: bool) -> torch.Tensor:
+    """Route, then run every expert on every token as its own feed-forward, and sum what was chosen."""
+    p = torch.softmax(x @ router.weight.T, -1)
+    top = p.topk(config.top_k or EXPERTS, dim=-1)
+    weights = torch.zeros_like(p).scatter(-1, top.indices, top.values / top.values.sum(-1, keepdim=True))
+    y = torch.zeros_like(x)
+    for n in range(EXPERTS):
+        if gated:
+            gate = base(mlp.gate_proj, x) + delta(mlp.gate_proj, x, n, config)
+            hidden = mlp.act_fn(gate) * (base(mlp.up_proj, x) + delta(mlp.up_proj, x, n, config))
+            out = base(mlp.down_proj, hidden) + delta(mlp.down_proj, hidden, n, config)
+        else:
+            hidden = mlp.act(base(mlp.c_fc, x) + delta(mlp.c_fc, x, n, config))
+            out = base(mlp.c_proj, hidden) + delta(mlp.c_proj, hidden, n, config)
+        y = y + weights[..., n : n + 1] * out
+    return y
+
+
+def feed_forwards(model: torch.nn.Module) -> list[Any]:
+    return [m for path, m in model.named_modules() if path.endswith(".mlp")]
+
+
+def looped_copy(model: PeftModel, gated: bool) -> PeftModel:
+    """A deep copy whose feed-forwards are the loop above."""
+    other = copy.deepcopy(model)
+    config = other.peft_config["default"]
+    assert isinstance(config, mj.MonkeyJumpConfig)
+    for mlp in feed_forwards(other):
+        (router,) = routers(mlp).values()
+        mlp._forward_hooks.clear()
+        mlp._forward_pre_hooks.clear()
+
+        def forward(x: torch.Tensor, mlp: Any = mlp, router: LearnedRouter = router) -> torch.Tensor:
+            return loop(mlp, router, config, x, gated)
+
+        mlp.forward = forward
+    return other
+
+
+def compare(model: PeftModel, gated: bool) -> None:
+    model = model.double()
+    other = looped_copy(model, gated)
+    batch = lm_batch()
+    found, expected = model.train()(**batch), other.train()(**batch)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-9)
+    found.loss.backward()
+    expected.loss.backward()
+    assert_same(gradients(model), gradients(other), rtol=1e-8, atol=1e-10)
+    assert all(r.weight.grad is not None and r.weight.grad.abs().sum() > 0 for r in routers(model).values())
+
+
+@pytest.mark.parametrize("ffn", SUBSETS, ids="+".join)
+def test_equals_a_loop_over_experts(ffn: list[str]) -> None:
+    compare(adapted_mixlora(target_modules=["q_proj", "v_proj", *ffn], aux_loss_weight=0.0), gated=True)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, None])
+def test_equals_a_loop_for_other_top_k(top_k: int | None) -> None:
+    model = adapted_mixlora(top_k=top_k, aux_loss_weight=0.0)
+    other = looped_copy(model, gated=True)
+    batch = lm_batch()
+    torch.testing.assert_close(model(**batch).logits, other(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2, bos_token_id=None,
+        eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+def test_a_feed_forward_without_a_gate() -> None:
+    """GPT-2: c_fc and c_proj are Conv1D, and the attention has a c_proj too, which stays plain."""
+    model = adapted_mixlora(tiny_gpt2(), target_modules=["c_attn", "c_proj", "c_fc"], aux_loss_weight=0.0)
+    plain = [path for path, layer in layers_of(model).items() if "default" not in layer.routers]
+    assert sorted({path.rpartition("h.")[2][2:] for path in plain}) == ["attn.c_attn", "attn.c_proj"]
+    compare(model, gated=False)
+
+
+def test_the_frozen_gate_and_up_projections_run_once_per_token() -> None:
+    model = adapted_mixlora().eval()
+    rows: dict[str, int] = {}
+    for path, layer in layers_of(model).items():
+        layer.base_layer.register_forward_hook(
+            lambda _, args, out, path=path: rows.__setitem__(path.rpartition(".")[2], args[0].shape[0])
+        )
+    model(**lm_batch(3))
+    assert (rows["gate_proj"], rows["up_proj"], rows["down_proj"]) == (3, 3, 3 * K)
+
+
+# --- promises --------------------------------------------------------------------------------------------------------
+
+
+def test_identity_at_the_start() -> None:
+    batch = lm_batch()
+    expected = tiny_llama()(**batch).logits
+    assert torch.equal(wrap(tiny_llama(), mixlora())(**batch).logits, expected)
+    half = wrap(tiny_llama().bfloat16(), mixlora())(**batch).logits
+    assert torch.equal(half, tiny_llama().bfloat16()(**batch).logits)
+
+
+def test_balance_loss_equals_its_definition() -> None:
+    """Mixtral's form, k N sum_n f_n P_n over real tokens, the mean over blocks, times the weight."""
+    batch = lm_batch()
+    batch["attention_mask"][0, :3] = 0
+    model = adapted_mixlora(aux_loss_weight=0.5).train()
+    inputs: list[torch.Tensor] = []
+    for mlp in feed_forwards(model):
+        mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0]), prepend=True)
+    loss = model(**batch).loss
+    without = adapted_mixlora(aux_loss_weight=0.0).train()(**batch).loss
+    terms = []
+    for mlp, x in zip(feed_forwards(model), inputs, strict=True):
+        (router,) = routers(mlp).values()
+        p = torch.softmax(x @ router.weight.T, -1)[batch["attention_mask"].bool()]
+        f = torch.nn.functional.one_hot(p.topk(K, -1).indices, EXPERTS).float().mean((0, 1))
+        terms.append(K * EXPERTS * (f * p.mean(0)).sum())
+    torch.testing.assert_close(loss - without, 0.5 * torch.stack(terms).mean(), rtol=1e-4, atol=1e-5)
+
+
+def test_balance_loss_reaches_the_router_of_a_model_without_feed_forward_targets() -> None:
+    model = wrap(tiny_llama(), mixlora(target_modules=ATTENTION))
+    disturb_all(model)
+    model.train()(**lm_batch()).loss.backward()
+    assert all(gradient.abs().sum() > 0 for gradient in gradients(model).values())
+    silent = wrap(tiny_llama(), mixlora(target_modules=ATTENTION, aux_loss_weight=0.0)).train()
+    silent(**lm_batch()).loss.backward()
+    assert all(name in gradients(silent) for name in gradients(model))  # zero, not missing: DDP asks for that
+    plain = wrap(
+        tiny_llama(), mj.methods.build("lora", r=2, alpha=mixlora().alpha, dropout=0.0, target_modules=ATTENTION)
+    )
+    disturb(plain)
+    assert torch.equal(model.eval()(**lm_batch()).logits, plain.eval()(**lm_batch()).logits)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side: str) -> None:
+    model = adapted_mixlora().eval()
+    rows = [token_ids(1, n, seed=n)[0] for n in (4, 6)]
+    ids = padded(rows, side, 9)
+    mask = (ids != PAD).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    for i, row in enumerate(rows):
+        alone = model(input_ids=row[None]).logits[0]
+        torch.testing.assert_close(logits[i][mask[i].bool()], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_on_equals_off(dropout: float) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = adapted_mixlora(dropout=dropout, aux_loss_weight=0.1).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(5)
+        padded_batch = lm_batch(seed=2)
+        padded_batch["attention_mask"][0, :2] = 0
+        first, second = model(**lm_batch(seed=1)).loss, model(**padded_batch).loss
+        (first - 0.5 * second).backward()
+        found.append(gradients(model))
+    assert_same(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_saved_equals_loaded(tmp_path: Path) -> None:
+    model = adapted_mixlora().eval()
+    model.save_pretrained(str(tmp_path))
+    again = PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()
+    assert_same(dict(model.state_dict()), dict(again.state_dict()))
+    with torch.no_grad():
+        assert torch.equal(model(**lm_batch()).logits, again(**lm_batch()).logits)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_cached_equals_uncached_generation(beams: int) -> None:
+    model = adapted_mixlora().eval()
+    ids = padded([token_ids(1, n, seed=n)[0] for n in (4, 6)], "left", 7)
+    found = []
+    for cache in (True, False):
+        config = GenerationConfig(
+            max_new_tokens=5, min_new_tokens=5, pad_token_id=PAD, use_cache=cache, num_beams=beams
+        )
+        found.append(model.generate(input_ids=ids, attention_mask=(ids != PAD).long(), generation_config=config))
+    assert torch.equal(*found)
+
+
+def hooks_of(model: torch.nn.Module) -> list[Any]:
+    return [hook for m in model.modules() for hook in [*m._forward_hooks.values(), *m._forward_pre_hooks.values()]]
+
+
+def test_deepcopy_and_unload_leave_nothing_behind() -> None:
+    base_model, batch = tiny_llama(), lm_batch()
+    before = base_model(**batch).logits
+    model = adapted_mixlora(base_model).eval()
+    expected = model(**batch).logits
+    other = copy.deepcopy(model)
+    owners = {id(h.__self__) for h in hooks_of(other) if isinstance(getattr(h, "__self__", None), FeedForwardExperts)}
+    assert owners
+    assert not owners & {id(getattr(h, "__self__", None)) for h in hooks_of(model)}
+    spread(other, seed=50)
+    assert not torch.equal(other(**batch).logits, expected)
+    assert torch.equal(model(**batch).logits, expected)
+    plain = model.unload()
+    assert torch.equal(plain(**batch).logits, before)
+    assert not hooks_of(plain)
+
+
+def test_disabled_is_the_base_model_and_a_failed_forward_leaves_no_state() -> None:
+    base_model, batch = tiny_llama(), lm_batch()
+    before = base_model(**batch).logits
+    model = adapted_mixlora(base_model).eval()
+    expected = model(**batch).logits
+    with model.disable_adapter():
+        assert torch.equal(model(**batch).logits, before)
+    down = feed_forwards(model)[1].down_proj
+    handle = down.base_layer.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
+    with pytest.raises(RuntimeError, match="stop"):
+        model(**batch)
+    handle.remove()
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def test_two_adapters_take_turns() -> None:
+    model = adapted_mixlora().eval()
+    one = model(**lm_batch()).logits
+    model.add_adapter("other", mixlora(experts=3))
+    model.set_adapter("other")
+    assert torch.equal(model(**lm_batch()).logits, tiny_llama()(**lm_batch()).logits)
+    model.set_adapter("default")
+    assert torch.equal(model(**lm_batch()).logits, one)
+    model.delete_adapter("other")
+    assert torch.equal(model(**lm_batch()).logits, one)
+
+
+def test_half_precision() -> None:
+    model = adapted_mixlora(tiny_llama().bfloat16()).train()
+    out = model(**lm_batch())
+    assert out.logits.dtype == torch.bfloat16
+    out.loss.backward()
+    assert {g.dtype for g in gradients(model).values()} == {torch.float32}
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(mj.ConfigError, match="top_k=5 exceeds"):
+        mixlora(top_k=5)
+    with pytest.raises(mj.ConfigError, match="renormalize"):
+        mixlora(renormalize=False)
+    with pytest.raises(mj.ConfigError, match="sigmoid"):
+        mixlora(router="sigmoid", aux_loss_weight=0.0)
+
+
+def test_a_model_whose_feed_forward_is_no_module() -> None:
+    bert = BertModel(
+        BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    )
+    both = mixlora(target_modules=["query", "intermediate.dense", "output.dense"], task_type=None)
+    with pytest.raises(mj.ConfigError, match="have only the block in common"):
+        get_peft_model(bert, both)
+    assert not layers_of(bert)
+    half = get_peft_model(bert, mixlora(target_modules=["query", "intermediate.dense"], task_type=None))
+    with pytest.raises(mj.ConfigError, match="one state per token"):
+        half(input_ids=torch.ones(1, 4, dtype=torch.long))

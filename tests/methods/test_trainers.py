@@ -1,0 +1,73 @@
+# PEFT and Transformers type their models as unions of tensors and modules; tests look inside.
+# mypy: disable-error-code="arg-type, attr-defined, union-attr"
+"""Learned methods under Transformers' Trainer and PEFT's other ways in: logs, resume, copies, names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import Trainer
+
+import monkeyjump as mj
+from tests.contract.common import state_of
+from tests.contract.trainer_runs import arguments, callback, rows
+from tests.helpers import assert_same, lm_batch, tiny_llama
+from tests.methods.common import LAYERS, fresh, moved
+
+LEARNED = ["moelora", "hydralora", "mola", "moa", "moe_lora_fa", "moe_propulsion"]
+BALANCED = ["moelora", "mixlora", "moe_adalora"]
+
+
+def train(method: str, folder: Path, checkpoint: str | None = None, **changes: Any) -> tuple[Any, Trainer]:
+    torch.manual_seed(3)
+    model = fresh(method, dropout=0.2, **changes)
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    trainer = Trainer(model, arguments(folder, **settings), train_dataset=rows(), callbacks=[callback()])
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return model, trainer
+
+
+@pytest.mark.parametrize("method", [*LEARNED, "moe_adalora"])
+def test_resumed_is_uninterrupted(method: str, tmp_path: Path) -> None:
+    changes = {"r": 4, "target_r": 2, "total_step": 4} if method == "moe_adalora" else {}
+    whole, _ = train(method, tmp_path, **changes)
+    rest, _ = train(method, tmp_path, str(tmp_path / "checkpoint-2"), **changes)
+    assert_same(state_of(whole), state_of(rest))
+
+
+@pytest.mark.parametrize("method", BALANCED)
+def test_logs_show_load_and_losses(method: str, tmp_path: Path) -> None:
+    changes = {"contrastive_weight": 0.1} if method == "moelora" else {}
+    _, trainer = train(method, tmp_path, **changes)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(entries) == 4
+    for entry in entries:
+        assert entry["router/balance_loss"] > 0.9
+        assert 0 < entry["router/load_entropy"] <= 1
+        assert entry["router/dead_experts"] >= 0
+        assert ("router/contrastive_loss" in entry) is bool(changes)
+
+
+@pytest.mark.parametrize("method", LEARNED)
+def test_copies_load_and_names(method: str, tmp_path: Path) -> None:
+    model = moved(method).eval()
+    with torch.no_grad():
+        expected = model(**lm_batch()).logits
+        assert torch.equal(copy.deepcopy(model)(**lm_batch()).logits, expected)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(**lm_batch()).logits, expected)
+        model.save_pretrained(str(tmp_path))
+        base = tiny_llama(LAYERS.get(method, 2))
+        again = PeftModel.from_pretrained(base, tmp_path, adapter_name="other", low_cpu_mem_usage=True).eval()
+        assert torch.equal(again(**lm_batch()).logits, expected)
+        native = tiny_llama(LAYERS.get(method, 2))
+        native.load_adapter(str(tmp_path))
+        assert torch.equal(native.eval()(**lm_batch()).logits, expected)
+    assert mj.count_parameters(again).router == 0  # loaded for inference: nothing is trained
+    trainable = PeftModel.from_pretrained(tiny_llama(LAYERS.get(method, 2)), tmp_path, is_trainable=True)
+    assert mj.count_parameters(trainable).router == mj.count_parameters(model).router > 0
