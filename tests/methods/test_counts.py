@@ -9,7 +9,7 @@ import torch
 from peft import get_peft_model
 
 import monkeyjump as mj
-from monkeyjump.bench.shapes import meta_model
+from monkeyjump.bench.shapes import empty_model
 from monkeyjump.tuner.count import ParameterCount
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -60,12 +60,12 @@ LLAMA3 = {
 
 @pytest.fixture(scope="module")
 def qwen2() -> Any:
-    return meta_model("qwen2-0.5b")
+    return empty_model("qwen2-0.5b")
 
 
 @pytest.fixture(scope="module")
 def llama3() -> Any:
-    return meta_model("llama-3-8b")
+    return empty_model("llama-3-8b")
 
 
 def count(base: Any, method: str, **changes: Any) -> ParameterCount:
