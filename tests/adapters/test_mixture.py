@@ -94,6 +94,23 @@ def test_shared_modules_carry_one_plain_adapter() -> None:
         assert ("default" in layer.monkeyjump_router) is (experts > 1)
 
 
+def test_a_uniform_gate_is_one_wide_adapter() -> None:
+    """The control of a mixture: every expert at the same constant strength, no router."""
+    settings: dict[str, Any] = {"placement": "projection", "router": "uniform", "uniform_gate": 0.5}
+    for kind in MIXTURES:
+        model: Any = adapted(shared_modules=None, adapter=kind, **settings).eval()
+        assert mj.count_parameters(model).router == 0
+        layer = next(iter(layers_of(model).values()))
+        seen: list[torch.Tensor] = []
+        layer.register_forward_hook(lambda module, args, out, seen=seen: seen.extend([args[0], out]))
+        with torch.no_grad():
+            model(**lm_batch())
+            x, out = seen
+            base = layer.base_layer(x)
+            outputs = layer.monkeyjump_adapter["default"].expert_outputs(x, base)  # type: ignore[operator]
+        torch.testing.assert_close(out - base, 0.5 * outputs.sum(-2), rtol=1e-4, atol=1e-5)
+
+
 def test_rank_budget_counts_every_expert() -> None:
     """4 experts x 5 targets x 2 blocks: half of their ranks are left, whichever expert they belong to."""
     settings: dict[str, Any] = {"placement": "projection", "router": "linear", "adapter": "adalora"}

@@ -149,6 +149,18 @@ def test_mixed_batch_equals_single_tasks() -> None:
     assert torch.equal(together[2], swapped[2])
 
 
+def test_packed_rows_take_one_task_per_sequence() -> None:
+    model = adapted_more(tiny_llama(attn_implementation="eager"), contrastive_weight=0.0).eval()
+    ids, tasks = token_ids(2, 5), torch.tensor([2, 0])
+    packed = {"input_ids": ids.reshape(1, -1), "position_ids": torch.arange(5).repeat(1, 2)}
+    seq_idx = torch.arange(2).repeat_interleave(5)[None].int()
+    logits = model(**packed, seq_idx=seq_idx, task_ids=tasks, use_cache=False).logits.reshape(2, 5, -1)
+    torch.testing.assert_close(logits, model(input_ids=ids, task_ids=tasks).logits, rtol=1e-4, atol=1e-4)
+    with_loss = adapted_more(contrastive_weight=0.1).train()
+    with pytest.raises(mj.ConfigError, match="do not pack"):
+        with_loss(**packed, seq_idx=seq_idx, task_ids=tasks, labels=packed["input_ids"])
+
+
 def test_task_loss_equals_its_definition() -> None:
     """Mean over projections of the cross-entropy of cos(h, e_k) / 0.05, h the mean over the real prompt tokens."""
     batch = batch_of([1, 0, 2])

@@ -58,9 +58,9 @@ class _Experts(LoraAdapter):
         return super().strength(repeated)
 
     def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """What every expert alone would add for the tokens x [S, D], without its gate and dropout: [S, N, O]."""
+        """What every expert alone would add for the tokens x [..., D], without its gate and dropout: [..., N, O]."""
         z = F.linear(x, self.A.to(x.dtype)) * self.strength(None)
-        return torch.einsum("snr,onr->sno", z.unflatten(-1, (self.experts, -1)), self._up(x.dtype))
+        return torch.einsum("...nr,onr->...no", z.unflatten(-1, (self.experts, -1)), self._up(x.dtype))
 
     def _up(self, dtype: torch.dtype) -> torch.Tensor:
         return self.B.to(dtype).unflatten(-1, (self.experts, -1))
@@ -110,7 +110,7 @@ class _SharedA(_Experts):
 
     def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         z = F.linear(x, self.A.to(x.dtype)) * self.scaling
-        return torch.einsum("sr,onr->sno", z, self._up(x.dtype))
+        return torch.einsum("...r,onr->...no", z, self._up(x.dtype))
 
 
 class HydraMixture(_SharedA):

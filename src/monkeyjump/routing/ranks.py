@@ -19,9 +19,9 @@ TEMPERATURE = 0.05  # of the cosines in the task loss, the authors' value
 EMBEDDING_STD = 0.01
 
 
-def rank_weights(r: int, rank_scale: str) -> torch.Tensor:
+def rank_weights(r: int, rank_scale: str, device: torch.device | None = None) -> torch.Tensor:
     """Weight of each rank, fp32 [R]. `code`: the authors scale row i of A and column i of B by i/r each."""
-    share = torch.arange(1, r + 1, dtype=torch.float32) / r
+    share = torch.arange(1, r + 1, dtype=torch.float32, device=device) / r  # made there: a copy would synchronise
     return {"code": share.square(), "linear": share, "none": torch.ones_like(share)}[rank_scale]
 
 
@@ -56,10 +56,11 @@ class RankSelector(nn.Module):
         every probability learns from what its ranks would have added.
         """
         p = self.probabilities()
-        chosen = F.one_hot(p.argmax(-1), p.shape[-1]).to(p.dtype)
-        one_hot = chosen + (p - p.detach())
+        r = p.shape[-1]
+        chosen = p.argmax(-1, keepdim=True) == torch.arange(r, device=p.device)
+        one_hot = chosen.to(p.dtype) + (p - p.detach())
         used = one_hot.flip(-1).cumsum(-1).flip(-1)  # rank i is used by every j >= i
-        return used * rank_weights(p.shape[-1], self.rank_scale).to(p.device)
+        return used * rank_weights(r, self.rank_scale, p.device)
 
     def forward(self, task_ids: torch.Tensor) -> torch.Tensor:
         """int64 [...] tasks to the factor on every rank, [..., R]."""

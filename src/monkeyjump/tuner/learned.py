@@ -48,7 +48,8 @@ class LearnedBlockRouter(BlockRouter):
         h = hidden_states(args, kwargs, self.path)
         self.shape = (h.shape[0], h.shape[1])
         self.recomputing = in_backward()
-        self.mask = self._mask_of(h)
+        needed = module.training or self.group.context.trace is not None
+        self.mask = self._mask_of(h) if needed else None
         for name in active:
             config = self.configs[name]
             if not config.learns_router:

@@ -1,0 +1,110 @@
+"""MixLoRA's experts, MoRE's ranks and MoA's further experts on models that are not Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import monkeyjump as mj
+from tests.helpers import disturb, gradients, layers_of, lm_batch
+from tests.methods.common import spread
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def t5() -> T5ForConditionalGeneration:
+    sizes: dict[str, Any] = {"vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    more: dict[str, Any] = {"dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **more))
+
+
+MODELS: dict[str, tuple[Any, list[str], int]] = {
+    # how to make it, targets, feed-forward projections per block
+    "phi3": (lambda: Phi3ForCausalLM(Phi3Config(**SIZES)), ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], 2),
+    "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(head_dim=8, **SIZES)), ALL, 3),
+    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=8, **SIZES)), ALL, 3),
+    "t5": (t5, ["q", "v", "wi_0", "wi_1", "wo"], 3),
+}
+
+
+def made(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MODELS[name][0]().eval()
+
+
+def check(name: str, config: mj.MonkeyJumpConfig, exact: bool = True) -> Any:
+    """Identity at the start; away from it another output, and a gradient for everything that is trained."""
+    batch = lm_batch()
+    tasks = {"task_ids": torch.tensor([0, 1, 2])} if config.placement == "nested" else {}
+    with torch.no_grad():
+        expected = made(name)(**batch).logits
+        model: Any = get_peft_model(made(name), config)
+        start = model.eval()(**batch, **tasks).logits
+        assert torch.equal(start, expected) if exact else torch.allclose(start, expected, atol=1e-5)
+    disturb(model)
+    spread(model)
+    out = model.train()(**batch, **tasks)
+    out.loss.backward()
+    assert not torch.allclose(out.logits, expected, atol=1e-3)
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mixlora(name: str) -> None:
+    config = mj.methods.build("mixlora", target_modules=MODELS[name][1], r=2, experts=3, dropout=0.0, task_type=None)
+    model = check(name, config)
+    inner = [path for path, layer in layers_of(model).items() if "default" in layer.routers]
+    blocks = 4 if name == "t5" else 2
+    assert len(inner) == blocks * MODELS[name][2]
+    assert not any("att" in path.lower() for path in inner)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more(name: str) -> None:
+    """T5's cross-attention reads the encoder's tokens, which no state of the decoder stands for: no task loss there."""
+    weight = 0.0 if name == "t5" else 0.1
+    settings: dict[str, Any] = {"target_modules": MODELS[name][1], "r": 2, "dropout": 0.0, "task_type": None}
+    config = mj.methods.build("more", contrastive_weight=weight, **settings)
+    check(name, config)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_moa(name: str) -> None:
+    check(name, mj.methods.build("moa", r=2, dropout=0.0), exact=False)
+
+
+@pytest.mark.parametrize("name", ["phi3", "t5"])
+def test_moa_without_the_prompt(name: str) -> None:
+    """The prompt needs separate q, k, v and o; the bottleneck needs only a feed-forward."""
+    targets = [target for target in MODELS[name][1] if target not in ("q", "v")]
+    settings: dict[str, Any] = {"target_modules": targets, "r": 2, "dropout": 0.0, "task_type": None}
+    with pytest.raises(mj.ConfigError, match="asks for 'prompt'"):
+        get_peft_model(made(name), mj.methods.build("moa", **settings))
+    check(name, mj.methods.build("moa", extra_experts=["parallel"], **settings), exact=False)
