@@ -22,9 +22,13 @@ def structure_problems(config: MonkeyJumpConfig, learned_routers: tuple[str, ...
             f"extra_experts={extras} are experts of a block with a learned router, not of placement="
             f"{config.placement!r} with router={config.router!r}: set router='sigmoid', or drop them."
         )
+    elif extras and config.layers_to_route == []:
+        found.append(f"extra_experts={extras} have no router with layers_to_route=[]: drop one of the two.")
     if config.placement == "ffn" and config.router == "sigmoid":
-        found.append("router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "
-                     "router='linear'.")  # fmt: skip
+        found.append(
+            "router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "
+            "router='linear'."
+        )
     if config.placement == "ffn" and config.router == "linear" and not config.renormalize:
         found.append(
             "renormalize=False would shrink the feed-forward itself, whose outputs placement='ffn' mixes: set "

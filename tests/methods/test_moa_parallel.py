@@ -235,6 +235,8 @@ def test_bad_input() -> None:
         moa(extra_experts=["paralel"])
     with pytest.raises(mj.ConfigError, match="learned router"):
         mj.MonkeyJumpConfig(extra_experts=["parallel"])
+    with pytest.raises(mj.ConfigError, match="have no router"):
+        moa(layers_to_route=[])
     bert = BertModel(
         BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     )
