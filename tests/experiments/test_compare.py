@@ -27,7 +27,7 @@ class FakeRuns:
         self.tested: list[str] = []
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
-        monkeypatch.setattr(module, "test_report", self.test)
+        monkeypatch.setattr(module, "score_on_test", self.test)
         monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
 
     def run(self, recipe: Recipe, *, overwrite: bool, test: bool) -> Any:

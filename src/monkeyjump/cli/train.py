@@ -7,7 +7,9 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe by name (quickstart, glue, commonsense, text14), or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.lr=1e-3 r=4")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.lr=1e-3 adapter.r=4"
+    )
     parser.add_argument("--data", metavar="DIR", help="folder of JSON lines instead of the hub (data.folder)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an unfinished run in the same folder")

@@ -24,7 +24,7 @@ from monkeyjump.experiments.measure import measure_usage
 from monkeyjump.record import RunRecord, read_record, recording, write_record
 from monkeyjump.tasks import expand
 from monkeyjump.training.recipe import Recipe, recipe_from
-from monkeyjump.training.run import run, test_report
+from monkeyjump.training.run import run, score_on_test
 
 CELL = "record.json"
 
@@ -156,7 +156,7 @@ def _tested(recipe: Recipe, searched: RunRecord) -> RunRecord:
     device = "cuda" if torch.cuda.is_available() else None
     dtype = torch.bfloat16 if device else torch.float32
     model, tokenizer = load_adapter(recipe.folder / "adapter", base=recipe.model, dtype=dtype, device=device)
-    report = test_report(model, tokenizer, expand(recipe.tasks), recipe)
+    report = score_on_test(model, tokenizer, expand(recipe.tasks), recipe)
     searched.metrics |= _test_metrics(report)
     return searched
 

@@ -95,11 +95,11 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     if ranks.is_main_process:
         save_adapter(model, tokenizer, recipe)
     if test:
-        result.report = test_report(model, tokenizer, tasks, recipe)
+        result.report = score_on_test(model, tokenizer, tasks, recipe)
     return result
 
 
-def test_report(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> EvaluationReport:
+def score_on_test(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> EvaluationReport:
     """Scores on the test split, as the recipe wants them."""
     return evaluate(
         model,
