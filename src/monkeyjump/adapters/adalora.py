@@ -39,6 +39,9 @@ class AdaLoraAdapter(LoraAdapter):
         nn.init.normal_(self.B, std=0.02)
         nn.init.zeros_(self.diagonal)
 
+    def rank_scale(self) -> torch.Tensor:
+        return self.diagonal
+
     def strength(self, gate: Gate) -> torch.Tensor | float:
         scale = self.diagonal * self.scaling
         return scale if gate is None else gate * scale

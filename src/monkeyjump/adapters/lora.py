@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from monkeyjump.adapters.base import Adapter, Gate, register
+from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
+from monkeyjump.adapters.sharing import SharedDown
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
 
 
 @register
 class LoraAdapter(Adapter):
     name = "lora"
+    fused: ClassVar[bool] = True  # the delta is the gated product that the kernels compute; False where it is more
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
@@ -22,6 +26,7 @@ class LoraAdapter(Adapter):
         self.dropout = config.dropout
         self.A = nn.Parameter(torch.empty(config.r, in_features, dtype=torch.float32))
         self.B = nn.Parameter(torch.empty(out_features, config.r, dtype=torch.float32))
+        self.shared: SharedDown | None = None  # the projections that read the same input, where there are others
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -31,6 +36,22 @@ class LoraAdapter(Adapter):
     def strength(self, gate: Gate) -> torch.Tensor | float:
         """The factor on the rank-r activation: the gate and every scale that goes with it."""
         return self.scaling if gate is None else gate * self.scaling
+
+    def rank_scale(self) -> torch.Tensor | None:
+        """A trained factor on every rank, or None."""
+        return None
+
+    def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
+        if not (self.fused and x.dtype == out.dtype and fits_tokens(gate, x) and dispatch.uses_kernels(x)):
+            return super().forward(x, base, out, gate)
+        from monkeyjump.ops import gated_lora
+
+        dropout = self.dropout if self.training else 0.0
+        if self.shared is None or torch.compiler.is_compiling():  # a compiler sees by itself who reads x
+            (z,) = gated_lora.down(x, [self.A], dropout)
+        else:
+            z = self.shared.down(self, x, dropout)
+        return gated_lora.up(out, z, self.B, self.scaling, gate, self.rank_scale())
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         return ops.gated_lora(x, self.A, self.B, self.strength(gate), self.dropout if self.training else 0.0)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from monkeyjump.adapters.base import Adapter, Gate, register
+from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
 
 
@@ -26,6 +27,20 @@ class PropulsionAdapter(Adapter):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.offset)
+
+    def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
+        if base is not out or self.offset.dim() != 1 or not self._one_kernel(x, gate):
+            return super().forward(x, base, out, gate)
+        from monkeyjump.ops import propulsion
+
+        return propulsion.scaled(base, self.offset, self.degree, gate)
+
+    @staticmethod
+    def _one_kernel(x: torch.Tensor, gate: Gate) -> bool:
+        """Eager mode, and a gate that is not trained and is one number per token."""
+        if torch.compiler.is_compiling() or not fits_tokens(gate, x):
+            return False
+        return (gate is None or not (gate.requires_grad or gate.shape[-1] > 1)) and dispatch.uses_kernels(x)
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         return ops.scale_output(base, self.offset, self.degree, 1.0 if gate is None else gate)

@@ -5,11 +5,13 @@ Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
 from monkeyjump.routing.granularity import Selection, pool_rows
 
@@ -26,7 +28,7 @@ class Decision:
 @torch.no_grad()
 def route(
     h: torch.Tensor,
-    centers: torch.Tensor,
+    centers: Sequence[torch.Tensor],
     mean: torch.Tensor | None,
     selection: Selection,
     config: MonkeyJumpConfig,
@@ -34,16 +36,18 @@ def route(
     training: bool = False,
     with_statistics: bool = False,
 ) -> Decision:
-    """Gates of the routed projections for the tokens h [B, T, D] that enter a block.
+    """Gates of the routed projections for the tokens h [B, T, D] that enter a block, from their E centres [D].
 
     Autocast is off: similarities of nearly parallel vectors need fp32. Noise changes the gates only; the statistics
     that move the centres follow the clean assignment.
     """
     with torch.autocast(h.device.type, enabled=False):
+        if _in_one_kernel(h, centers, mean, selection, config, training):
+            return _fused(h, centers, selection.queries, config, with_statistics)
         if selection.pool is not None:
             h = pool_rows(h, selection.mask, selection.pool)
         u = ops.features(h, mean, normalize=config.ema_space == "normalized")
-        logits = ops.similarity_logits(u, centers, config.similarity)
+        logits = ops.similarity_logits(u, torch.stack(list(centers)), config.similarity)
         noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits
         gates = ops.gates(noisy, config.top_k, config.temperature, config.renormalize)
         if config.mean_gate is not None:
@@ -55,6 +59,44 @@ def route(
         members = ops.top_k_mask(logits, 1 if config.ema_assign == "top1" else config.top_k)
         queries = None if selection.queries is None else selection.queries.to(h.device)
         return Decision(gates, *ops.cluster_sums(u, members, queries))
+
+
+def _in_one_kernel(
+    h: torch.Tensor,
+    centers: Sequence[torch.Tensor],
+    mean: torch.Tensor | None,
+    selection: Selection,
+    config: MonkeyJumpConfig,
+    training: bool,
+) -> bool:
+    """Whether the kernel knows this way of routing: cosines, every token by itself, nothing drawn at random."""
+    plain = selection.pool is None and selection.source is None and mean is None and config.mean_gate is None
+    if not plain or config.similarity != "cosine" or (training and config.jitter > 0) or not dispatch.uses_kernels(h):
+        return False
+    from monkeyjump.ops import routing
+
+    return routing.supported(len(centers), h.shape[-1])
+
+
+def _fused(
+    h: torch.Tensor,
+    centers: Sequence[torch.Tensor],
+    queries: torch.Tensor | None,
+    config: MonkeyJumpConfig,
+    with_statistics: bool,
+) -> Decision:
+    from monkeyjump.ops import routing
+
+    settings = routing.Routing(
+        top_k=config.top_k or len(centers),
+        temperature=config.temperature,
+        renormalize=config.renormalize,
+        member_k=1 if config.ema_assign == "top1" else config.top_k or len(centers),
+        unit=config.ema_space == "normalized",
+    )
+    if not with_statistics:
+        return Decision(routing.route(h, list(centers), settings))
+    return Decision(*routing.route_and_sum(h, list(centers), queries, settings))
 
 
 def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:

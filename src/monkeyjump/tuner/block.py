@@ -152,15 +152,15 @@ class BlockRouter:
 
     def _route(self, name: str, h: torch.Tensor, training: bool) -> Decision:
         config, layers = self.configs[name], self.layers[name]
-        centers = self.centers(name)
-        if h.shape[-1] != centers.shape[-1]:
+        centers = [layer.monkeyjump_center[name] for layer in layers]
+        if h.shape[-1] != centers[0].shape[0]:
             raise ConfigError(
                 f"block {self.path!r} is entered by states of width {h.shape[-1]}, but the centres of adapter "
-                f"{name!r} have width {centers.shape[-1]}: the block list does not carry the model's hidden state."
+                f"{name!r} have width {centers[0].shape[0]}: the block list does not carry the model's hidden state."
             )
         mean = layers[0].monkeyjump_mean[name] if config.route_space == "centered" else None
         decision = route(
-            h.detach().to(centers.device),
+            h.detach().to(centers[0].device),
             centers,
             mean,
             self.group.selection(name, config, h),

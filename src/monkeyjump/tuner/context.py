@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from monkeyjump.adapters.lora import LoraAdapter
+from monkeyjump.adapters.sharing import SharedDown
 from monkeyjump.routing.granularity import IGNORE
 from monkeyjump.tuner.auxiliary import auxiliary_loss
 from monkeyjump.tuner.block import BlockRouter
@@ -42,6 +44,7 @@ class RoutingContext:
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None
         self.groups: dict[str, BlockGroup] = {}
+        self.shared: dict[tuple, SharedDown] = {}  # adapters that may read the same tensor
         config = getattr(model, "config", None)
         can_generate = getattr(model, "can_generate", None)
         self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -66,6 +69,11 @@ class RoutingContext:
         if key not in group.routers:
             group.routers[key] = kind(group, block, model.get_submodule(block.path))
         return group.routers[key]
+
+    def share(self, adapter_name: str, parent: str, adapter: LoraAdapter) -> None:
+        """Let an adapter share its pass over the input with those of the other linears of its parent module."""
+        key = (adapter_name, parent, type(adapter), *adapter.A.shape)
+        self.shared.setdefault(key, SharedDown()).join(adapter)
 
     def routers(self) -> Iterator[BlockRouter]:
         for group in self.groups.values():

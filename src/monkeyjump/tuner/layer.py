@@ -12,6 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import Adapter, Gate
+from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.module_paths import linear_shape
@@ -108,7 +109,11 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self, adapter_name: str, config: MonkeyJumpConfig, role: Role | None, inference_mode: bool = False
     ) -> None:
         """Add an adapter; `role` is None for one that is always on."""
-        self.monkeyjump_adapter[adapter_name] = new_adapter(config, role, FrozenLinear(self))
+        self._leave_shared(adapter_name)
+        adapter = new_adapter(config, role, FrozenLinear(self))
+        self.monkeyjump_adapter[adapter_name] = adapter
+        if isinstance(adapter, LoraAdapter) and adapter.fused:
+            self.context.share(adapter_name, self.path.rpartition(".")[0], adapter)
         router = new_router(config, role, self.in_features)
         if router is not None:
             self.monkeyjump_router[adapter_name] = router
@@ -169,7 +174,14 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         router, position = self.routers[adapter_name]
         return router.gate(adapter_name, position, x)
 
+    def _leave_shared(self, adapter_name: str) -> None:
+        """Before an adapter goes: those that read the same input no longer compute its part."""
+        old = self.monkeyjump_adapter[adapter_name] if adapter_name in self.monkeyjump_adapter else None
+        if isinstance(old, LoraAdapter) and old.shared is not None:
+            old.shared.leave(old)
+
     def delete_adapter(self, adapter_name: str) -> None:
+        self._leave_shared(adapter_name)
         super().delete_adapter(adapter_name)
         router = self.routers.pop(adapter_name, None)
         if router is not None:

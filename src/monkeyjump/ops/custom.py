@@ -1,0 +1,201 @@
+"""The kernels as registered ops: one node each for torch.compile, capturable in CUDA graphs, differentiable by themselves.
+
+A registered op cannot take a dataclass, so masks and strengths arrive here as plain tensors and numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from monkeyjump.ops.kernels import lora
+from monkeyjump.ops.kernels import route as routing
+from monkeyjump.ops.kernels.route import Routing
+from monkeyjump.ops.strength import Dropout, Strength, rank_gradients
+
+
+def plain(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
+    return (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
+
+
+def _mask(seed: torch.Tensor | None, p: float) -> Dropout | None:
+    return None if seed is None else Dropout(seed, p)
+
+
+@torch.library.custom_op("monkeyjump::lora_down", mutates_args=())
+def lora_down(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    """dropout(x) A^T of every A, side by side: [N, M * R], fp32."""
+    return lora.down(x.contiguous(), As, _mask(seed, p))
+
+
+@lora_down.register_fake
+def _(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    return x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("monkeyjump::lora_down_backward", mutates_args=())
+def lora_down_backward(x: torch.Tensor, dzs: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    """dz^T dropout(x): [M * R, D], fp32."""
+    shaped = [x.new_empty(dzs[0].shape[1], x.shape[1])] * len(dzs)  # only the shape of A is needed
+    dA = lora.down_backward(x.contiguous(), [dz.contiguous() for dz in dzs], shaped, _mask(seed, p), None)[1]
+    assert dA is not None
+    return dA
+
+
+@lora_down_backward.register_fake
+def _(x: torch.Tensor, dzs: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    return x.new_empty(len(dzs) * dzs[0].shape[1], x.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("monkeyjump::lora_down_input", mutates_args=())
+def lora_down_input(
+    dzs: list[torch.Tensor], As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """dx = dropout'(dz A): [N, D]."""
+    dx = lora.down_backward(None, [dz.contiguous() for dz in dzs], As, _mask(seed, p), dtype)[0]
+    assert dx is not None
+    return dx
+
+
+@lora_down_input.register_fake
+def _(
+    dzs: list[torch.Tensor], As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
+) -> torch.Tensor:
+    return dzs[0].new_empty(dzs[0].shape[0], As[0].shape[1], dtype=dtype)
+
+
+def _save_down(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    x, As, seed, p = inputs
+    ctx.save_for_backward(x, seed, *As)
+    ctx.p = p
+
+
+def _down_gradients(ctx: Any, dz: torch.Tensor) -> Any:
+    x, seed, *As = ctx.saved_tensors
+    dzs = list(dz.split(As[0].shape[0], 1))
+    dx = lora_down_input(dzs, As, seed, ctx.p, x.dtype) if ctx.needs_input_grad[0] else None
+    dA = lora_down_backward(x, dzs, seed, ctx.p)
+    return dx, list(dA.split(As[0].shape[0])), None, None
+
+
+lora_down.register_autograd(_down_gradients, setup_context=_save_down)
+
+
+@torch.library.custom_op("monkeyjump::lora_up", mutates_args=())
+def lora_up(
+    base: torch.Tensor,
+    z: torch.Tensor,
+    B: torch.Tensor,
+    gate: torch.Tensor | None,
+    diagonal: torch.Tensor | None,
+    scale: float,
+    every: int,
+) -> torch.Tensor:
+    """base + (z * s) B^T: [N, O]."""
+    return lora.up(base.contiguous(), z, B, Strength(scale, gate, diagonal, every))
+
+
+@lora_up.register_fake
+def _(
+    base: torch.Tensor,
+    z: torch.Tensor,
+    B: torch.Tensor,
+    gate: torch.Tensor | None,
+    diagonal: torch.Tensor | None,
+    scale: float,
+    every: int,
+) -> torch.Tensor:
+    return base.new_empty(base.shape)
+
+
+@torch.library.custom_op("monkeyjump::lora_up_backward", mutates_args=())
+def lora_up_backward(
+    dy: torch.Tensor,
+    z: torch.Tensor,
+    B: torch.Tensor,
+    gate: torch.Tensor | None,
+    diagonal: torch.Tensor | None,
+    scale: float,
+    every: int,
+    times_s: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dy B [N, C], times s if asked; dB [O, C]), fp32."""
+    return lora.up_backward(dy.contiguous(), z, B, Strength(scale, gate, diagonal, every), times_s)
+
+
+@lora_up_backward.register_fake
+def _(
+    dy: torch.Tensor,
+    z: torch.Tensor,
+    B: torch.Tensor,
+    gate: torch.Tensor | None,
+    diagonal: torch.Tensor | None,
+    scale: float,
+    every: int,
+    times_s: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return dy.new_empty(dy.shape[0], B.shape[1], dtype=torch.float32), dy.new_empty(B.shape, dtype=torch.float32)
+
+
+def _save_up(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    _, z, B, gate, diagonal, scale, every = inputs
+    ctx.save_for_backward(z, B, gate, diagonal)
+    ctx.scale, ctx.every = scale, every
+
+
+def _up_gradients(ctx: Any, dy: torch.Tensor) -> Any:
+    z, B, gate, diagonal = ctx.saved_tensors
+    t, dB = lora_up_backward(dy, z, B, gate, diagonal, ctx.scale, ctx.every, False)
+    dz, dgate, ddiagonal = rank_gradients(t, z, Strength(ctx.scale, gate, diagonal, ctx.every))
+    return dy, dz, dB, dgate, ddiagonal, None, None
+
+
+lora_up.register_autograd(_up_gradients, setup_context=_save_up)
+
+
+@torch.library.custom_op("monkeyjump::route", mutates_args=())
+def route(
+    h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool
+) -> torch.Tensor:
+    """Gates of the tokens h [N, D]: [N, E], fp32, without gradient."""
+    return routing.route(h.contiguous(), centers, Routing(top_k, temperature, renormalize, top_k, True))
+
+
+@route.register_fake
+def _(
+    h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool
+) -> torch.Tensor:
+    return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)
+
+
+@torch.library.custom_op("monkeyjump::route_and_sum", mutates_args=())
+def route_and_sum(
+    h: torch.Tensor,
+    centers: list[torch.Tensor],
+    queries: torch.Tensor | None,
+    top_k: int,
+    temperature: float,
+    renormalize: bool,
+    member_k: int,
+    unit: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gates [N, E]; sums [E, D] and counts [E] of the tokens that each centre will follow."""
+    settings = Routing(top_k, temperature, renormalize, member_k, unit)
+    return routing.route_and_sum(h.contiguous(), centers, queries, settings)
+
+
+@route_and_sum.register_fake
+def _(
+    h: torch.Tensor,
+    centers: list[torch.Tensor],
+    queries: torch.Tensor | None,
+    top_k: int,
+    temperature: float,
+    renormalize: bool,
+    member_k: int,
+    unit: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    E = len(centers)
+    wide = h.new_empty(h.shape[0], E, dtype=torch.float32)
+    return wide, h.new_empty(E, h.shape[1], dtype=torch.float32), h.new_empty(E, dtype=torch.float32)

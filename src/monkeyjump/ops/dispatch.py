@@ -1,0 +1,71 @@
+"""Torch or Triton: the one place that decides, and the switch for those who know better.
+
+`MONKEYJUMP_OPS=torch|triton|auto`, or `with implementation("torch"): ...` around the calls, which wins. `auto` takes the
+kernels on a CUDA device where they were measured to win.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from monkeyjump.errors import ConfigError
+
+CHOICES = ("auto", "torch", "triton")
+_override: str | None = None
+
+
+@contextmanager
+def implementation(choice: str) -> Iterator[None]:
+    """Use one implementation of every op inside, whatever the environment says."""
+    global _override  # noqa: PLW0603 - a switch of the process, like the environment variable it overrules
+    before = _override
+    _override = _checked(choice, "implementation")
+    try:
+        yield
+    finally:
+        _override = before
+
+
+def uses_kernels(x: torch.Tensor) -> bool:
+    """Whether Triton kernels work on x. Autocast, whose rules the kernels do not follow, takes the torch path."""
+    choice = _override or _from_environment()
+    if choice == "torch" or torch.is_autocast_enabled(x.device.type):
+        return False
+    if choice == "auto":
+        return x.is_cuda and has_triton() and x.dtype in KERNEL_DTYPES
+    if not has_triton() or not (x.is_cuda or interpreted()):
+        raise ConfigError(
+            f"MONKEYJUMP_OPS=triton cannot run on a {x.device.type} tensor here: Triton "
+            f"{'is not installed' if not has_triton() else 'needs a GPU, or TRITON_INTERPRET=1 for tests'}. "
+            "Use MONKEYJUMP_OPS=auto."
+        )
+    return x.dtype in KERNEL_DTYPES
+
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def _from_environment() -> str:
+    return _checked(os.environ.get("MONKEYJUMP_OPS", "auto"), "MONKEYJUMP_OPS")
+
+
+def _checked(choice: str, field: str) -> str:
+    if choice not in CHOICES:
+        raise ConfigError(f"{field}={choice!r} is not known: use one of {', '.join(CHOICES)}.")
+    return choice

@@ -1,0 +1,168 @@
+"""The gated low-rank update as differentiable ops over the Triton kernels, in eager mode and under torch.compile.
+
+    z_m = dropout(x) A_m^T              down, for all projections m that read x
+    y = base + (z * s) B^T              up, with s = scale * diagonal * gate
+
+In eager mode the kernels are launched directly from autograd functions: a registered custom op costs ten times as much
+host time as a function. Under torch.compile the same functions are traced, the sums over tokens are custom ops that the
+compiler sees as one node, and what is local to a token is written out as plain sums, which the compiler fuses into
+the kernels before and after it.
+
+Shapes: N tokens, D and O input and output width, R rank, C columns of B, G gates of a token; `...`: any leading shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from monkeyjump.ops import custom, reference
+from monkeyjump.ops.kernels import lora as kernels
+from monkeyjump.ops.strength import Dropout, Strength, rank_gradients, strength_of
+
+THIN = 8  # most columns of A that the compiled path writes out as sums over single columns
+
+
+def down(x: torch.Tensor, As: list[torch.Tensor], dropout: float) -> tuple[torch.Tensor, ...]:
+    """z of every A, [N, R] fp32 each, with one dropout mask for all: x [..., D], A [R, D]."""
+    seed = torch.randint(2**31, (), device=x.device) if dropout > 0 else None
+    return _Down.apply(x, seed, dropout, *As)
+
+
+def up(
+    base: torch.Tensor,
+    z: torch.Tensor,
+    B: torch.Tensor,
+    scale: float,
+    gate: torch.Tensor | None = None,
+    diagonal: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """base [..., O] + (z * s) B^T for z [N, R], B [O, C], gate [..., G] (or [B, 1, G]: one row for a whole sequence)."""
+    every = 1
+    if gate is not None:
+        tokens = z.shape[0]
+        gate = gate.reshape(-1, gate.shape[-1])
+        every = tokens // gate.shape[0]
+    return _Up.apply(base, z, B, gate, diagonal, scale, every)
+
+
+def gated_lora(
+    base: torch.Tensor,
+    x: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale: float,
+    gate: torch.Tensor | None = None,
+    diagonal: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """base + (dropout(x) A^T * s) B^T: one projection by itself."""
+    (z,) = down(x, [A], dropout)
+    return up(base, z, B, scale, gate, diagonal)
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor | None, p: float, *As: torch.Tensor) -> Any:
+        flat = x.reshape(-1, x.shape[-1])
+        z = _down(flat, list(As), _dropout(seed, p))
+        trained = any(A.requires_grad for A in As)
+        ctx.save_for_backward(flat if trained else None, seed, *As)
+        ctx.p, ctx.shape, ctx.dtype = p, x.shape, x.dtype
+        return z.split(As[0].shape[0], 1) if len(As) > 1 else (z,)
+
+    @staticmethod
+    def backward(ctx: Any, *dzs: torch.Tensor) -> Any:
+        flat, seed, *As = ctx.saved_tensors
+        dx, dA = _down_backward(flat, list(dzs), As, _dropout(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None)
+        dAs = (None,) * len(As) if dA is None else dA.split(As[0].shape[0])
+        return None if dx is None else dx.view(ctx.shape), None, None, *dAs
+
+
+class _Up(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        base: torch.Tensor,
+        z: torch.Tensor,
+        B: torch.Tensor,
+        gate: torch.Tensor | None,
+        diagonal: torch.Tensor | None,
+        scale: float,
+        every: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(z, B, gate, diagonal)
+        ctx.scale, ctx.every = scale, every
+        flat = base.reshape(-1, base.shape[-1])
+        return _up(flat, z, B, Strength(scale, gate, diagonal, every)).view(base.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        z, B, gate, diagonal = ctx.saved_tensors
+        strength = Strength(ctx.scale, gate, diagonal, ctx.every)
+        flat = dy.reshape(-1, dy.shape[-1])
+        simple = diagonal is None and z.shape[1] == B.shape[1] and not ctx.needs_input_grad[3]
+        t, dB = _up_backward(flat, z, B, strength, simple)
+        dz, dgate, ddiagonal = (t, None, None) if simple else rank_gradients(t, z, strength)
+        return dy, dz, dB, dgate if ctx.needs_input_grad[3] else None, ddiagonal, None, None
+
+
+def _dropout(seed: torch.Tensor | None, p: float) -> Dropout | None:
+    return None if seed is None else Dropout(seed, p)
+
+
+def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return custom.lora_down(x, As, *custom.plain(dropout))
+    return kernels.down(x, As, dropout)
+
+
+def _down_backward(
+    x: torch.Tensor | None,
+    dzs: list[torch.Tensor],
+    As: list[torch.Tensor],
+    dropout: Dropout | None,
+    dx_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not torch.compiler.is_compiling():
+        return kernels.down_backward(x, [dz.contiguous() for dz in dzs], As, dropout, dx_dtype)
+    dx = dA = None
+    if x is not None:
+        dA = custom.lora_down_backward(x, dzs, *custom.plain(dropout))
+    if dx_dtype is not None:
+        dx = thin_expand(torch.cat(dzs, 1), torch.cat(As), dx_dtype)
+        if dropout is not None:
+            dx = dx * reference.keep_mask(dx.shape, dropout.seed, dropout.p) * dropout.scale
+        dx = dx.to(dx_dtype)
+    return dx, dA
+
+
+def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return kernels.up(base, z, B, strength)
+    N, C = z.shape[0], B.shape[1]
+    zs = z.repeat(1, C // z.shape[1]) * strength_of(strength, N, C)
+    return (base + thin_expand(zs, B.T, base.dtype)).to(base.dtype)
+
+
+def _up_backward(
+    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength, times_s: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return custom.lora_up_backward(
+            dy, z, B, strength.gate, strength.diagonal, strength.scale, strength.every, times_s
+        )
+    return kernels.up_backward(dy, z, B, strength, times_s)
+
+
+def thin_expand(z: torch.Tensor, W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """z W for z [N, C] rounded to `dtype`, W [C, O]: with few columns a sum that fuses with its surroundings, in fp32."""
+    z, W = z.to(dtype), W.to(dtype)
+    if z.shape[1] > THIN:
+        return F.linear(z, W.T)
+    total = z[:, :1].float() * W[0].float()
+    for column in range(1, z.shape[1]):
+        total = total + z[:, column : column + 1].float() * W[column].float()
+    return total
