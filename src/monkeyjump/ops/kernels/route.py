@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.tiles import padded, processors, row_blocks
 
 MOST_EXPERTS = 16
@@ -106,6 +107,9 @@ def add_sums_kernel(parts, numbers, sums, counts, P, E, D,
         tl.store(counts + e, tl.sum(tl.load(numbers + every * E + e, mask=every < P, other=0.0), 0))
 
 
+_route, _add_sums = Launcher(route_kernel), Launcher(add_sums_kernel)
+
+
 def supported(experts: int, width: int) -> bool:
     return experts <= MOST_EXPERTS and width <= WIDEST and padded(experts, 1) * padded(width) <= MOST_SUMS
 
@@ -129,8 +133,8 @@ def route_and_sum(
     numbers = torch.empty(P, E, device=h.device, dtype=torch.float32)
     _launch(P, h, centers, queries, (gates, parts, numbers), routing)
     sums, counts = gates.new_empty(E, D), gates.new_empty(E)
-    add_sums_kernel[(E, row_blocks(D, 128))](
-        parts, numbers, sums, counts, P, E, D, min(padded(P, 1), 64), padded(P, 1), 128, num_warps=4
+    _add_sums((E, row_blocks(D, 128)),
+        parts, numbers, sums, counts, P, E, D, min(padded(P, 1), 64), padded(P, 1), 128
     )  # fmt: skip
     return gates, sums, counts
 
@@ -144,10 +148,10 @@ def _launch(
     routing: Routing,
 ) -> None:
     N, D = h.shape
-    route_kernel[(programs,)](
+    _route((programs, 1),
         h, tuple(centers), queries, *outputs, N, D, 1 / routing.temperature,
         routing.top_k, routing.member_k, routing.renormalize, routing.unit,
-        padded(len(centers), 2), _rows(D), padded(D), num_warps=WARPS or (8 if D > 1024 else 4),
+        padded(len(centers), 2), _rows(D), padded(D), warps=WARPS or (8 if D > 1024 else 4),
     )  # fmt: skip
 
 
