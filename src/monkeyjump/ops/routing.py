@@ -43,7 +43,9 @@ def route_and_sum(
             routing.unit,
         )  # fmt: skip
     else:
-        gates, sums, counts = kernels.route_and_sum(flat, centers, queries, routing)
+        sums = torch.empty(len(centers), h.shape[-1], device=h.device)
+        counts = torch.empty(len(centers), device=h.device)
+        gates = kernels.route_and_sum(flat, centers, queries, routing, sums.unbind(), counts.unbind())
     return gates.view(*h.shape[:-1], len(centers)), sums, counts
 
 
