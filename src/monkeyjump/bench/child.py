@@ -22,6 +22,8 @@ from typing import Any
 from monkeyjump.bench.jobs import Job, Row, failure
 from monkeyjump.record import jsonable
 
+# Under the name of the command line, where importing the package imports nothing heavy: the job decides what it needs.
+START = "import sys; sys.argv[0] = 'monkeyjump'; from monkeyjump.bench.child import main; sys.exit(main())"
 TAIL = 1500  # characters of a log that tell why a process died
 
 
@@ -38,7 +40,7 @@ class Child:
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "monkeyjump.bench.child"],
+                [sys.executable, "-c", START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -104,7 +106,3 @@ def main() -> int:
         return 1
     say({"event": "ended", "error": failure(RuntimeError("ended without this row"))})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,6 +21,14 @@ def pyplot() -> Any:
     return plt
 
 
+def _saved(plt: Any, figure: Any, path: Path, title: str) -> Path:
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
 def efficiency(rows: Sequence[dict[str, Any]], path: Path, title: str, modes: Sequence[str] = ()) -> Path | None:
     """One panel for time and, where it was counted, one for peak memory; variants down, modes as bars."""
     plt = pyplot()
@@ -49,8 +57,49 @@ def efficiency(rows: Sequence[dict[str, Any]], path: Path, title: str, modes: Se
         axis.tick_params(axis="x", labelsize=8)
     axes[0][0].invert_yaxis()
     axes[0][0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return _saved(plt, figure, path, title)
+
+
+def memory(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | None:
+    """Peak memory of every variant, with each loss: the model and what a step adds to it."""
+    plt = pyplot()
+    rows = [row for row in rows if row["status"] == "ok" and row.get("peak_bytes")]
+    if plt is None or not rows:
+        return None
+    labels = [f"{row['variant']}, {row['mode']}, {row['loss']}" for row in rows]
+    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.22 * len(rows)), layout="constrained")
+    resident = [row["resident_bytes"] / 2**30 for row in rows]
+    axis.barh(range(len(rows)), resident, label="model, adapters, batch", color="0.7")
+    axis.barh(range(len(rows)), [row["extra_bytes"] / 2**30 for row in rows], left=resident, label="step")
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
+    axis.set_xlabel("GiB", fontsize=9)
+    axis.invert_yaxis()
+    axis.legend(fontsize=8)
+    return _saved(plt, figure, path, title)
+
+
+def scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | None:
+    """Time above, memory of the step below; one column per axis, both scales logarithmic."""
+    plt = pyplot()
+    rows = [row for row in rows if row["status"] == "ok" and row["value"]]
+    axes_names = list(dict.fromkeys(row["axis"] for row in rows))
+    if plt is None or not rows:
+        return None
+    figure, axes = plt.subplots(
+        2, len(axes_names), figsize=(3.2 * len(axes_names), 5.6), squeeze=False, sharex="col", layout="constrained"
+    )
+    lines = list(dict.fromkeys((row["variant"], row["mode"]) for row in rows))
+    for column, name in enumerate(axes_names):
+        for line, (variant, mode) in enumerate(lines):
+            found = [row for row in rows if (row["variant"], row["mode"], row["axis"]) == (variant, mode, name)]
+            for panel, key, unit in ((axes[0][column], "median_ms", 1), (axes[1][column], "extra_bytes", 2**20)):
+                points = [(row["value"], row[key] / unit) for row in found if row.get(key)]
+                if points:
+                    panel.loglog(
+                        *zip(*points, strict=True), marker="o", ms=3, color=f"C{line}", label=f"{variant}, {mode}"
+                    )
+        axes[1][column].set_xlabel(name, fontsize=9)
+    axes[0][0].set_ylabel("ms", fontsize=9)
+    axes[1][0].set_ylabel("MiB above the model", fontsize=9)
+    axes[0][0].legend(fontsize=7)
+    return _saved(plt, figure, path, title)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from monkeyjump.bench.jobs import Row
 from monkeyjump.bench.variants import FLOOR, PEFT_LORA
 
-REFERENCES = {FLOOR: "floor", PEFT_LORA: "peft"}
+REFERENCES = {FLOOR: "floor", PEFT_LORA: "peft", "base": "base"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def add_ratios(rows: Sequence[Row], same: Sequence[str] = ("mode",)) -> None:
 
 def step_tables(rows: Sequence[Row], title: str) -> list[Table]:
     """One table per mode, at most 80 characters wide; `spread` is (p90 - p10) / median."""
-    columns = ["variant", "ms", "spread", "/floor", "/peft", "GiB", "/floor", "/peft"]
+    columns = ["variant", "ms", "spread", "/floor", "/peft", "memory", "/floor", "/peft"]
     return [
         Table(f"{title}, {mode}", columns, [_step_cells(row) for row in rows if row["mode"] == mode])
         for mode in dict.fromkeys(row["mode"] for row in rows)
@@ -64,7 +64,7 @@ def _step_cells(row: Row) -> list[str]:
         f"{100 * (row['p90_ms'] - row['p10_ms']) / row['median_ms']:.1f}%",
         ratio(row.get("time_vs_floor")),
         ratio(row.get("time_vs_peft")),
-        gibibytes(row.get("peak_bytes")),
+        size(row.get("peak_bytes")),
         ratio(row.get("memory_vs_floor")),
         ratio(row.get("memory_vs_peft")),
     ]
@@ -88,5 +88,7 @@ def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def gibibytes(value: float | None) -> str:
-    return "" if value is None else f"{value / 2**30:.2f}"
+def size(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 / 10 else f"{value / 2**20:.2f} MiB"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from monkeyjump.bench import gradients, timing
+from monkeyjump.bench import gradients, tensors, timing
 from monkeyjump.bench.batch import fuse_loss, fused_loss_problems, make_batch, run_blocks, run_model
 from monkeyjump.bench.jobs import failure
 from monkeyjump.bench.variants import Built, Workload, build, plain_model, skip_masks
@@ -63,11 +63,7 @@ class StepSettings:
 
 def settings_from(plain: dict[str, Any]) -> StepSettings:
     """The settings from their JSON form."""
-    plain = dict(plain)
-    workload = dict(plain.pop("workload"))
-    workload["targets"] = tuple(workload["targets"])
-    plain["modes"] = tuple(plain["modes"])
-    return StepSettings(workload=Workload(**workload), **plain)
+    return StepSettings(**{**plain, "workload": Workload.parse(plain["workload"]), "modes": tuple(plain["modes"])})
 
 
 def prepare(method: str, plain: dict[str, Any]) -> Callable[[], Iterator[dict[str, Any]]]:
@@ -93,8 +89,7 @@ class StepRun:
         start, before = time.perf_counter(), timing.resident_bytes(self.device)
         self.built = self._build()
         self.batch = make_batch(self.built, settings.workload)
-        after = timing.resident_bytes(self.device)
-        self.resident = None if before is None or after is None else after - before
+        self.resident = self._resident(before)
         self.parameters = self.built.trainable()
         self.leaves = [*self.parameters, self.batch.embeds]
         self.optimizer = self._optimizer()
@@ -106,6 +101,14 @@ class StepRun:
         if self.settings.fused_loss:
             fuse_loss(base)
         return build(self.method, self.settings.workload, base)
+
+    def _resident(self, before: int | None) -> int:
+        """Bytes of the model, its adapters and the batch: what is there between two steps."""
+        after = timing.resident_bytes(self.device)
+        if before is not None and after is not None:
+            return after - before
+        model, batch = self.built.model, self.batch
+        return tensors.bytes_of([*model.parameters(), *model.buffers(), batch.embeds, batch.upstream, batch.labels])
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         if not self.settings.optimizer or not self.parameters:
@@ -190,6 +193,8 @@ class StepRun:
         timing.reset_peak(self.device)
         found = timing.spread(timing.times(call, settings.steps, self.device))
         peak = timing.peak_bytes(self.device) if captured_peak is None else captured_peak
+        if mode == "eager" and not timing.is_cuda(self.device):
+            peak = self.resident + tensors.peak_of(self.step)
         if mode != "graph":
             self._require_gradients(mode)
         tokens = settings.workload.batch * settings.workload.tokens
@@ -198,7 +203,7 @@ class StepRun:
             "tokens_per_second": 1e3 * tokens / found.median_ms,
             "peak_bytes": peak,
             "resident_bytes": self.resident,
-            "extra_bytes": None if peak is None or self.resident is None else peak - self.resident,
+            "extra_bytes": None if peak is None else peak - self.resident,
             "trainable": sum(parameter.numel() for parameter in self.parameters),
             "build_seconds": self.build_seconds,
         }

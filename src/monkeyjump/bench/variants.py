@@ -38,6 +38,11 @@ class Workload:
     seed: int = 0
     overrides: dict[str, Any] = field(default_factory=dict)  # further settings of our methods
 
+    @staticmethod
+    def parse(plain: dict[str, Any]) -> Workload:
+        """From the JSON form, which knows no tuples."""
+        return Workload(**{**plain, "targets": tuple(plain["targets"])})
+
 
 @dataclass
 class Built:
@@ -139,7 +144,9 @@ def _with_ours(method: str, base: Any, workload: Workload) -> tuple[Any, Any]:
     from peft import get_peft_model
 
     from monkeyjump.tuner.model import require_context
+    from monkeyjump.tuner.register import register
 
+    register()
     adapted = get_peft_model(base, method_config(method, workload))
     return adapted, require_context(adapted)
 
