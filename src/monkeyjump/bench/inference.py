@@ -73,7 +73,7 @@ class InferenceRun:
         self.logits: torch.Tensor | None = None  # of the last decoded token, [B, V]
         self.compiled: Any = None
         self.compile_seconds: float | None = None
-        self.failed: dict[str, Exception] = {}
+        self.failed: dict[str, Row] = {}
         self.reference: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens and first logits of plain decoding
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class InferenceRun:
             try:
                 self._compile()
             except Exception as error:
-                self.failed["decode-compile"] = self.failed["decode-graph"] = error
+                self.failed["decode-compile"] = self.failed["decode-graph"] = failure(error)
         self._use(compiled=False)
         timing.release_cache(self.device)
 
@@ -133,12 +133,13 @@ class InferenceRun:
     def rows(self) -> Iterator[Row]:
         for mode in [mode for mode in MODES if mode in self.settings.modes]:
             row: Row = {"variant": self.variant, "mode": mode, "started": time.time()}
-            try:
-                if mode in self.failed:
-                    raise self.failed[mode]
-                row |= {"status": "ok", **(self._measure_prompt() if mode == "prefill" else self._measure(mode))}
-            except Exception as error:
-                row |= failure(error)
+            if mode in self.failed:
+                row |= self.failed[mode]
+            else:
+                try:
+                    row |= {"status": "ok", **(self._measure_prompt() if mode == "prefill" else self._measure(mode))}
+                except Exception as error:
+                    row |= failure(error)
             yield {**row, "ended": time.time()}
 
     def _measure_prompt(self) -> Row:

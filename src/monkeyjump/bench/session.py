@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from monkeyjump.bench.jobs import Crew, Job, Row, run_here
 from monkeyjump.bench.report import add_ratios
 from monkeyjump.record import RunRecord, device_in_words, write_record
+
+PACKAGES = ("triton", "liger-kernel")  # what else decides how fast a step is
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 class Session:
@@ -28,6 +38,7 @@ class Session:
             device=device_in_words(device),
         )
         self.record.metrics["rows"] = self.rows
+        self.record.versions |= {name: _version(name) for name in PACKAGES}
         self.save()
 
     def add(self, row: Row) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from monkeyjump.bench import gradients, tensors, timing
 from monkeyjump.bench.batch import fuse_loss, fused_loss_problems, make_batch, run_blocks, run_model
-from monkeyjump.bench.jobs import failure
+from monkeyjump.bench.jobs import Row, failure
 from monkeyjump.bench.variants import Built, Workload, build, plain_model, skip_masks
 from monkeyjump.errors import ConfigError
 
@@ -66,7 +68,7 @@ def settings_from(plain: dict[str, Any]) -> StepSettings:
     return StepSettings(**{**plain, "workload": Workload.parse(plain["workload"]), "modes": tuple(plain["modes"])})
 
 
-def prepare(method: str, plain: dict[str, Any]) -> Callable[[], Iterator[dict[str, Any]]]:
+def prepare(method: str, plain: dict[str, Any]) -> Callable[[], Iterator[Row]]:
     """Build, compile and warm up; what comes back does the timing and yields one row per mode."""
     run = StepRun(method, settings_from(plain))
     run.warm_up()
@@ -79,7 +81,7 @@ class StepRun:
     def __init__(self, method: str, settings: StepSettings) -> None:
         self.method, self.settings = method, settings
         self.device = settings.workload.device
-        self.failed: dict[str, Exception] = {}
+        self.failed: dict[str, Row] = {}  # not the error itself, which would keep the tensors of its frames alive
         self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
         self.compile_seconds: float | None = None
         self.graphs = 0
@@ -126,19 +128,19 @@ class StepRun:
     def warm_up(self) -> None:
         """Everything that takes long and may run beside others: the first eager steps and all compilation."""
         self.state = gradients.snapshot(self.built.model) if self.settings.check else []
-        for _ in range(2):
-            self.step()
-        self._require_gradients("eager")
+        if "eager" in self.settings.modes or self.settings.check:
+            for _ in range(2):
+                self.step()
+            self._require_gradients("eager")
         if self.settings.check:
             self.reference = self._gradients_of_one_step()
         if "compile" in self.settings.modes or "graph" in self.settings.modes:
             try:
                 self._compile()
             except Exception as error:
-                self.failed["compile"] = self.failed["graph"] = error
+                self.failed["compile"] = self.failed["graph"] = failure(error)
                 self._use(compiled=False)
-        self._drop_gradients()
-        timing.release_cache(self.device)
+        self._tidy()
 
     def _compile(self) -> None:
         import torch._dynamo
@@ -166,21 +168,27 @@ class StepRun:
         for part, call in self.compiled:
             part._compiled_call_impl = call if compiled else None
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[Row]:
         """Time the modes, one row each; eager first, so that what a later mode keeps is in no earlier peak."""
         for mode in [mode for mode in MODES if mode in self.settings.modes]:
-            row: dict[str, Any] = {"variant": self.method, "mode": mode, "started": time.time()}
-            try:
-                if mode in self.failed:
-                    raise self.failed[mode]
-                row |= {"status": "ok", **self._measure(mode)}
-            except Exception as error:
-                row |= failure(error)
-            self._drop_gradients()
-            timing.release_cache(self.device)
+            row: Row = {"variant": self.method, "mode": mode, "started": time.time()}
+            if mode in self.failed:
+                row |= self.failed[mode]
+            else:
+                try:
+                    row |= {"status": "ok", **self._measure(mode)}
+                except Exception as error:
+                    row |= failure(error)
+                with suppress(RuntimeError):  # after a failed capture even this may fail; the row says why
+                    self._tidy()
             yield {**row, "ended": time.time()}
 
-    def _measure(self, mode: str) -> dict[str, Any]:
+    def _tidy(self) -> None:
+        self._drop_gradients()
+        gc.collect()
+        timing.release_cache(self.device)
+
+    def _measure(self, mode: str) -> Row:
         settings = self.settings
         self._use(compiled=mode != "eager")
         captured_peak = None
@@ -195,10 +203,9 @@ class StepRun:
         peak = timing.peak_bytes(self.device) if captured_peak is None else captured_peak
         if mode == "eager" and not timing.is_cuda(self.device):
             peak = self.resident + tensors.peak_of(self.step)
-        if mode != "graph":
-            self._require_gradients(mode)
+        self._require_gradients(mode)
         tokens = settings.workload.batch * settings.workload.tokens
-        row: dict[str, Any] = {
+        row: Row = {
             **asdict(found),
             "tokens_per_second": 1e3 * tokens / found.median_ms,
             "peak_bytes": peak,

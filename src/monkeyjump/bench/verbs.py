@@ -64,7 +64,8 @@ def peaks(options: Namespace, tell: Tell) -> Outcome:
     session.measure(jobs, _crew(options, session), tell)
     title = f"Memory of a step, {_size(options)}"
     picture = plots.memory(session.rows, session.output / "memory.png", title)
-    return Outcome(session, memory.memory_tables(session.rows, title), picture, missing)
+    notes = [f"no fused loss: {problem}" for problem in missing]
+    return Outcome(session, memory.memory_tables(session.rows, title), picture, notes)
 
 
 def growth(options: Namespace, tell: Tell) -> Outcome:
@@ -186,9 +187,16 @@ def _size(options: Namespace) -> str:
 
 
 def _session(options: Namespace, config: dict[str, Any]) -> Session:
-    name = "-".join(["bench", options.kind, *([options.shape] if "shape" in options else [])])
     config["jobs"] = getattr(options, "jobs", 0)
-    return Session(Path(options.output or f"runs/{name}"), name, config, _device(options))
+    return Session(output_folder(options), _name(options), config, _device(options))
+
+
+def _name(options: Namespace) -> str:
+    return "-".join(["bench", options.kind, *([options.shape] if "shape" in options else [])])
+
+
+def output_folder(options: Namespace) -> Path:
+    return Path(options.output or f"runs/{_name(options)}")
 
 
 def _crew(options: Namespace, session: Session) -> Crew | None:

@@ -119,7 +119,11 @@ def run(options: argparse.Namespace) -> int:
     register()
     from monkeyjump.bench import report, verbs
 
-    outcome = verbs.measure(options, _tell)
+    try:
+        outcome = verbs.measure(options, _tell)
+    except KeyboardInterrupt:
+        print(f"\nstopped; what was measured is in {verbs.output_folder(options)}.")
+        return 130
     for table in outcome.tables:
         _show(table)
     for line in [*outcome.notes, *report.failures(outcome.session.rows)]:
@@ -135,7 +139,7 @@ def _tell(row: dict[str, Any]) -> None:
     from monkeyjump.bench.report import number
 
     where = f"{row['axis']}={row['value']}" if "axis" in row else row.get("loss", "")
-    result = f"{number(row['median_ms'])} ms" if row["status"] == "ok" else f"failed: {row['error'][:40]}"
+    result = f"{number(row['median_ms'])} ms" if row["status"] == "ok" else f"failed: {row['error'][:25]}"
     print(f"{row['variant']:17}{row['mode']:15}{where:14}{result}", flush=True)
 
 
