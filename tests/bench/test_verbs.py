@@ -50,11 +50,23 @@ def narrow(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--methods", "mjlora", "--layers", "1", "--new", "5", "--repeats", "2", "--backend", "aot_eager"]
+    options = [
+        "--methods",
+        "floor,mjlora",
+        "--alone",
+        "--layers",
+        "1",
+        "--new",
+        "5",
+        "--repeats",
+        "2",
+        "--backend",
+        "aot_eager",
+    ]
     content = bench("inference", tmp_path, *options, "--modes", "prefill,decode,decode-compile")
     assert "equal tokens" in narrow(capsys)
     rows = {(row["variant"], row["mode"]): row for row in content["metrics"]["rows"]}
-    assert len(rows) == 9
+    assert len(rows) == 6
     for (_, mode), row in rows.items():
         base = rows["base", mode]
         assert row["time_vs_base"] == pytest.approx(row["median_ms"] / base["median_ms"])
@@ -102,17 +114,21 @@ def test_timing_an_initialisation_changes_nothing() -> None:
 
 
 def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--tokens", "16,32", "--widths", "8", "--experts", "3,4", "--repeats", "3"]
-    rows = bench("ops", tmp_path, *sizes, "--compiled", "--backend", "eager")["metrics"]["rows"]
+    sizes = ["--tokens", "16", "--widths", "8,12", "--experts", "3,4", "--repeats", "3"]
+    rows = bench(
+        "ops", tmp_path, *sizes, "--compiled", "--backend", "eager", "--ops", "routing,routing+sums,lora+backward"
+    )["metrics"]["rows"]
     narrow(capsys)
-    routing = [name for name in ops.OPS if name.startswith("routing")]
-    assert len(rows) == 2 * (4 * len(routing) + 2 * (len(ops.OPS) - len(routing)))  # twice: torch and compiled
+    assert len(rows) == 2 * (4 + 4 + 2)  # torch and compiled; without routing, the number of experts changes nothing
     for row in rows:
         assert row["status"] == "ok", row
         assert row["read_ms"] == pytest.approx(1e3 * row["input_bytes"] / row["copy_bytes_per_second"])
         assert row["over_read"] == pytest.approx(row["median_ms"] / row["read_ms"])
-    [first] = [row for row in rows if (row["variant"], row["mode"], row["N"], row["E"]) == ("routing", "torch", 16, 3)]
+    [first] = [row for row in rows if (row["variant"], row["mode"], row["D"], row["E"]) == ("routing", "torch", 8, 3)]
     assert first["input_bytes"] == 4 * (16 * 8 + 3 * 8)
+    rest = bench("ops", tmp_path, "--tokens", "8", "--widths", "8", "--repeats", "2")["metrics"]["rows"]
+    assert {row["variant"] for row in rest if row["status"] == "ok"} == set(ops.OPS)
+    capsys.readouterr()
     assert main(["bench", "ops", "--device", "cpu", "--tokens", "many"]) == 2
     assert "tokens='many'" in capsys.readouterr().err
 

@@ -70,8 +70,8 @@ def _forget() -> None:
     import torch._dynamo
 
     torch._dynamo.reset()
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()  # models with hooks are cycles, and must not be in the next one's peak
         torch.cuda.empty_cache()
 
 

@@ -37,7 +37,7 @@ def efficiency(rows: Sequence[dict[str, Any]], path: Path, title: str, modes: Se
         return None
     modes = list(modes) or list(dict.fromkeys(row["mode"] for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
-    panels = [("median_ms", "ms per step", 1.0)]
+    panels = [("median_ms", "ms", 1.0)]
     if any(row.get("peak_bytes") for row in rows):
         panels.append(("peak_bytes", "peak memory, GiB", 2.0**30))
     height = 1.2 + 0.17 * len(variants) * (len(modes) + 0.6)
@@ -55,6 +55,7 @@ def efficiency(rows: Sequence[dict[str, Any]], path: Path, title: str, modes: Se
         axis.set_yticks(range(len(variants)), variants, fontsize=8)
         axis.set_xlabel(label, fontsize=9)
         axis.tick_params(axis="x", labelsize=8)
+        axis.margins(y=0.01)
     axes[0][0].invert_yaxis()
     axes[0][0].legend(fontsize=8)
     return _saved(plt, figure, path, title)
@@ -90,16 +91,32 @@ def scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | No
     )
     lines = list(dict.fromkeys((row["variant"], row["mode"]) for row in rows))
     for column, name in enumerate(axes_names):
-        for line, (variant, mode) in enumerate(lines):
-            found = [row for row in rows if (row["variant"], row["mode"], row["axis"]) == (variant, mode, name)]
-            for panel, key, unit in ((axes[0][column], "median_ms", 1), (axes[1][column], "extra_bytes", 2**20)):
-                points = [(row["value"], row[key] / unit) for row in found if row.get(key)]
-                if points:
-                    panel.loglog(
-                        *zip(*points, strict=True), marker="o", ms=3, color=f"C{line}", label=f"{variant}, {mode}"
-                    )
+        on_axis = [row for row in rows if row["axis"] == name]
+        for panel, key, unit in ((axes[0][column], "median_ms", 1), (axes[1][column], "extra_bytes", 2**20)):
+            for line, (variant, mode) in enumerate(lines):
+                found = [row for row in on_axis if (row["variant"], row["mode"]) == (variant, mode) and row.get(key)]
+                panel.plot(
+                    [row["value"] for row in found],
+                    [row[key] / unit for row in found],
+                    marker="o",
+                    markersize=3,
+                    color=f"C{line}",
+                    label=f"{variant}, {mode}",
+                )
+            _logarithmic(panel, sorted({row["value"] for row in on_axis}))
         axes[1][column].set_xlabel(name, fontsize=9)
     axes[0][0].set_ylabel("ms", fontsize=9)
     axes[1][0].set_ylabel("MiB above the model", fontsize=9)
-    axes[0][0].legend(fontsize=7)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
     return _saved(plt, figure, path, title)
+
+
+def _logarithmic(panel: Any, values: list[int]) -> None:
+    """Both scales logarithmic, in plain numbers, with a tick at every value that was measured."""
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xticks(values, [str(value) for value in values], fontsize=8)
+    panel.set_xticks([], minor=True)
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
+    panel.tick_params(axis="y", which="both", labelsize=7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -185,7 +184,6 @@ class StepRun:
 
     def _tidy(self) -> None:
         self._drop_gradients()
-        gc.collect()
         timing.release_cache(self.device)
 
     def _measure(self, mode: str) -> Row:
