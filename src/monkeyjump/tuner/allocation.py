@@ -42,6 +42,7 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
             raise ConfigError(
                 "allocate_ranks found no gradients: call it after loss.backward() and before optimizer.zero_grad()."
             )
+        _count_all_ranks([adapter for adapter in adapters if adapter.per_token])
         for adapter in adapters:
             adapter.observe_gradients()
             adapter.allocations += 1
@@ -51,6 +52,18 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
         if budget < ranks and now % config.deltaT == 0:
             _keep_most_important(adapters, budget)
     return budget
+
+
+def _count_all_ranks(adapters: list[AdaLoraAdapter]) -> None:
+    """Gradients are those of the whole data-parallel batch; so must be the token counts they are divided by."""
+    distributed = torch.distributed
+    if not (adapters and distributed.is_available() and distributed.is_initialized()):
+        return
+    counts = [tensor for adapter in adapters for tensor in (adapter.tokens_used, adapter.tokens_seen)]
+    flat = torch.cat([count.flatten().to(counts[0].device) for count in counts])
+    distributed.all_reduce(flat)
+    for count, total in zip(counts, flat.split([count.numel() for count in counts]), strict=True):
+        count.copy_(total.view_as(count))
 
 
 def _keep_most_important(adapters: list[AdaLoraAdapter], budget: int) -> None:
