@@ -34,9 +34,9 @@ def batch_with_padding(seed: int) -> dict[str, torch.Tensor]:
 
 
 def counts_of(model: Any) -> dict[str, torch.Tensor]:
-    """Used tokens per expert, then all tokens, of every mixture."""
+    """Tokens sent to each expert, then all tokens, of every mixture."""
     return {
-        path: torch.cat([adapter.tokens_used, adapter.tokens_seen[None]])
+        path: torch.zeros(5, dtype=torch.int64) if adapter.tokens is None else adapter.tokens.clone()
         for path, layer in layers_of(model).items()
         if isinstance(adapter := layer.monkeyjump_adapter["default"], AdaLoraMixture)
     }
@@ -44,7 +44,7 @@ def counts_of(model: Any) -> dict[str, torch.Tensor]:
 
 def expected_counts(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The same from the recorded gates and the masks."""
-    total = {path: torch.zeros(5) for path in counts_of(model)}
+    total = {path: torch.zeros(5, dtype=torch.int64) for path in counts_of(model)}
     for batch in batches:
         with mj.record_routing(model) as trace, torch.no_grad():
             model(**batch)
@@ -52,8 +52,7 @@ def expected_counts(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[
         for path in total:
             _, _, block, _, name = path.rsplit(".", 4)
             key = f"{block}.{name}" if f"{block}.{name}" in trace.blocks() else block
-            used = (trace.gates(key) > 0)[real].sum(0).float()
-            total[path] += torch.cat([used, real.sum().float()[None]])
+            total[path] += torch.cat([(trace.gates(key) > 0)[real].sum(0), real.sum()[None]])
     return total
 
 
@@ -97,7 +96,7 @@ def two_experts(per_token: bool) -> AdaLoraMixture:
     gate[2:, 1] = 1
     adapter.delta(torch.ones(20, 8), torch.zeros(20, 6), gate).sum().backward()
     if per_token:
-        adapter.count_tokens(gate.sum(0), torch.tensor(20))
+        adapter.count_tokens(torch.tensor([2, 18, 20]))
     return adapter
 
 
@@ -129,7 +128,7 @@ def test_an_expert_that_no_token_reached_keeps_its_statistics() -> None:
     before = {k: v.clone() for k, v in adapter.state_dict().items() if k.endswith("_diagonal")}
     assert adapter.diagonal.grad is not None
     adapter.diagonal.grad[:2] = 0
-    adapter.count_tokens(torch.tensor([0.0, 20.0]), torch.tensor(20))
+    adapter.count_tokens(torch.tensor([0, 20, 20]))
     adapter.observe_gradients()
     for name, value in before.items():
         torch.testing.assert_close(adapter.state_dict()[name][:2], value[:2], rtol=1e-6, atol=0)
@@ -167,7 +166,7 @@ def test_counts_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     observe = AdaLoraAdapter.observe_gradients
 
     def recording(adapter: AdaLoraAdapter) -> None:
-        shares[id(adapter)] = torch.cat([adapter.tokens_used, adapter.tokens_seen[None]])
+        shares[id(adapter)] = adapter.tokens
         observe(adapter)
 
     monkeypatch.setattr(AdaLoraAdapter, "observe_gradients", recording)
@@ -177,9 +176,25 @@ def test_counts_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.cat(list(shares.values())), 3 * seen[0])
 
 
+@pytest.mark.parametrize(("tfinal", "deltaT"), [(0, 5), (2, 5), (3, 7)])
+def test_the_target_is_reached_whatever_the_interval(tfinal: int, deltaT: int) -> None:
+    """No `deltaT`-th step falls into the end of the schedule, where the budget is the target."""
+    settings = {**BUDGET, "total_step": 4, "tfinal": tfinal, "deltaT": deltaT}
+    model = moved("moe_adalora", **settings).train()
+    adapters = [m for m in model.modules() if isinstance(m, AdaLoraAdapter)]
+    for step in range(1, 5):
+        model.zero_grad()
+        model(**lm_batch(seed=step)).loss.backward()
+        budget = mj.allocate_ranks(model)
+        alive = sum(int((adapter.diagonal != 0).sum()) for adapter in adapters)
+        assert alive == (budget if step >= 4 - tfinal else 2 * 4 * len(adapters))
+    assert budget == 4 * len(adapters)
+
+
 def test_without_the_option_nothing_is_counted() -> None:
-    model = moved("moe_adalora", **BUDGET)
-    assert not any("tokens_" in key for key in model.state_dict())
+    model = moved("moe_adalora", **BUDGET).train()
+    model(**lm_batch()).loss.backward()
+    assert not any(count.any() for count in counts_of(model).values())
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a
 TWO: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 SMALL: dict[str, dict[str, Any]] = {
     "mola": {**TWO, "experts": 3},
+    "moe_adalora": {**TWO, "target_r": 1, "total_step": 4, "score_per_token": True},
     "mixlora published": {"target_modules": ["q_proj", "gate_proj", "down_proj"]},
     "hydralora published": {"target_modules": ["up_proj", "down_proj"]},
     **{case: {"target_modules": ["q_proj", "v_proj", "o_proj"]} for case in CASES if case.startswith("mj")},

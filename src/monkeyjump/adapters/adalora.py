@@ -30,8 +30,6 @@ class AdaLoraAdapter(LoraAdapter):
         super().__init__(in_features, out_features, config)
         self.diagonal = nn.Parameter(torch.zeros(config.r, dtype=torch.float32))
         self.allocations: torch.Tensor
-        self.tokens_used: torch.Tensor
-        self.tokens_seen: torch.Tensor
         self.smoothing = (config.beta1, config.beta2)
         self.allocates = config.allocates_rank
         if self.allocates:
@@ -41,9 +39,9 @@ class AdaLoraAdapter(LoraAdapter):
                 self.register_buffer(f"uncertainty_{factor}", torch.zeros(shape))
             self.register_buffer("allocations", torch.zeros((), dtype=torch.int64))
         self.per_token = self.allocates and config.score_per_token
-        if self.per_token:  # since the last allocation
-            self.register_buffer("tokens_used", torch.zeros(1))
-            self.register_buffer("tokens_seen", torch.zeros(()))
+        # Tokens sent to each expert since the last allocation, then all there were, [N + 1]; None: nobody has counted.
+        # No buffer: data-parallel training would overwrite those of other ranks inside an accumulated batch.
+        self.tokens: torch.Tensor | None = None
         self.reset_factors()
 
     def reset_factors(self) -> None:
@@ -62,16 +60,16 @@ class AdaLoraAdapter(LoraAdapter):
         columns = torch.linalg.matrix_norm(self.B.T @ self.B - eye)
         return (rows + columns) / 2
 
-    @torch.no_grad()
-    def count_tokens(self, used: torch.Tensor, seen: torch.Tensor) -> None:
-        """Add one training forward: the tokens that were sent to each expert, [N], and all there were, []."""
-        self.tokens_used += used.to(self.tokens_used)
-        self.tokens_seen += seen.to(self.tokens_seen)
+    def count_tokens(self, counts: torch.Tensor) -> None:
+        """Add one training forward: the tokens that were sent to each expert, then all there were, [N + 1]."""
+        self.tokens = counts if self.tokens is None else self.tokens + counts
 
     def _share(self) -> torch.Tensor:
         """The share of the tokens that each rank was used for, [R]; 1 where nobody counts, since it is always on."""
-        share = torch.where(self.tokens_seen > 0, self.tokens_used / self.tokens_seen.clamp_min(1), 1.0)
-        return share.repeat_interleave(self.diagonal.shape[0] // share.shape[0])
+        if self.tokens is None:
+            return torch.ones_like(self.diagonal)
+        share = self.tokens[:-1] / self.tokens[-1].clamp_min(1)
+        return share.to(self.diagonal).repeat_interleave(self.diagonal.shape[0] // share.shape[0])
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
@@ -85,9 +83,7 @@ class AdaLoraAdapter(LoraAdapter):
                 self._smooth(factor, importance / share, shown=share > 0)
             else:
                 self._smooth(factor, importance)
-        if self.per_token:
-            self.tokens_used.zero_()
-            self.tokens_seen.zero_()
+        self.tokens = None
 
     def _smooth(self, factor: str, importance: torch.Tensor, shown: torch.Tensor | None = None) -> None:
         """One step of both averages; entries that have not `shown` anything keep theirs."""

@@ -80,11 +80,6 @@ class LoraFaMixture(_Experts, LoraFaAdapter):
 class AdaLoraMixture(_Experts, AdaLoraAdapter):
     """Orthogonality is asked of every expert by itself; the rank budget is one for all experts and projections."""
 
-    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
-        super().__init__(in_features, out_features, config, experts)
-        if self.per_token:
-            self.tokens_used = torch.zeros(experts)
-
     def auxiliary_loss(self) -> torch.Tensor:
         """Mean over the experts of (||A A^T - I||_F + ||B^T B - I||_F) / 2."""
         A = self.A.unflatten(0, (self.experts, -1))

@@ -128,10 +128,9 @@ class LearnedBlockRouter(BlockRouter):
         if self.configs[name].score_per_token and self.group.staging and not self.recomputing:
             used = decision.chosen.flatten(0, -2)
             real = torch.ones_like(used[:, :1]) if mask is None else mask.flatten().unsqueeze(-1)
+            counts = torch.cat([used & real, real], dim=-1).sum(0)
             for layer in layers:
-                adapter = layer.monkeyjump_adapter[name]
-                if adapter.per_token:
-                    adapter.count_tokens((used & real).sum(0), real.sum())  # type: ignore[operator]
+                layer.monkeyjump_adapter[name].count_tokens(counts)  # type: ignore[operator]
 
     def _stage_balance(
         self, name: str, config: MonkeyJumpConfig, key: str, decision: LearnedDecision, mask: torch.Tensor | None
