@@ -44,7 +44,7 @@ MIXTURES = ["moelora", "mixlora", "hydralora", "mola", "more", "moa", "moe_lora_
 CASES: dict[str, int] = {
     **dict.fromkeys(["lora", "lora_fa", "adalora", "propulsion", "mjlora", "mjlorafa", "mjadalora", "mjpropulsion"], 0),
     "mjlora_uniform": 1,
-    **dict.fromkeys([*MIXTURES, "mixlora published", "hydralora published"], 2),
+    **dict.fromkeys([*MIXTURES, "mixlora published"], 2),
     "moa published": 4,
 }
 
@@ -67,14 +67,11 @@ def test_an_old_file_means_what_it_meant(case: str, tmp_path: Path) -> None:
     assert later.keys() <= written.keys()
     file.write_text(json.dumps({name: value for name, value in written.items() if name not in later}))
     loaded = PeftModel.from_pretrained(base_of(case), tmp_path, is_trainable=True)
-    native = base_of(case)
-    native.load_adapter(str(tmp_path))
     assert_same(state_of(loaded), state_of(model))
     batch = batch_for(case)
     with torch.no_grad():
         expected = model.eval()(**batch).logits
         assert torch.equal(loaded.eval()(**batch).logits, expected)
-        assert torch.equal(native.eval()(**batch).logits, expected)
     found = []
     for each in (model, loaded):
         torch.manual_seed(5)

@@ -1,6 +1,7 @@
 """Every method with its blocks compiled (fullgraph): no graph break; the loss, gradients and state of eager mode.
 
-Whole models are compiled in `test_structures_compile.py` and, for Monkey Jump, in `tests/tuner/test_compile.py`.
+Whole models, MixLoRA's and MoA's published structures among them, are compiled in `test_structures_compile.py` and, for
+Monkey Jump, in `tests/tuner/test_compile.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch._dynamo
 
 from tests.helpers import assert_same, gradients, routing_state, tiny_llama
-from tests.methods.common import CASES, LOUD, batch_for, moved
+from tests.methods.common import LOUD, METHODS, batch_for, moved
 
 # what the compiler itself warns of while it traces
 pytestmark = [
@@ -28,9 +29,7 @@ TWO: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 SMALL: dict[str, dict[str, Any]] = {
     "mola": {**TWO, "experts": 3},
     "moe_adalora": {**TWO, "target_r": 1, "total_step": 4, "score_per_token": True},
-    "mixlora published": {"target_modules": ["q_proj", "gate_proj", "down_proj"]},
-    "hydralora published": {"target_modules": ["up_proj", "down_proj"]},
-    **{case: {"target_modules": ["q_proj", "v_proj", "o_proj"]} for case in CASES if case.startswith("mj")},
+    **{case: {"target_modules": ["q_proj", "v_proj", "o_proj"]} for case in METHODS if case.startswith("mj")},
 }
 
 
@@ -47,7 +46,7 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **gradients(model), **routing_state(model)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*METHODS, "moa published, after the norm"])
 def test_compiled_equals_eager(case: str) -> None:
     model = moved(case, tiny_llama(1), **{**LOUD.get(case, {}), **SMALL.get(case, TWO)}).train()
     twin = copy.deepcopy(model)
