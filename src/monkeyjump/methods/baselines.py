@@ -68,10 +68,10 @@ def moa(protocol: str) -> dict[str, Any]:
     """MoA (Cao et al., 2025): one sigmoid router per block over the block's own adapters, each gate for itself.
 
     Published: LoRA on q, k, v, o and down, the parallel bottleneck (width 16) and the prompt (length 10), SwiGLU
-    router, soft gates, rank 8, alpha 8. The router reads the block's input, as in their LLaMA code; `router_input=
-    "norm"` is their Transformers port, which reads it after the block's first norm. Not matched: the prompt meets the
-    query before its rotation, not after (no model code is touched). The bottleneck starts nearly, not exactly, at zero.
-    LoRA alone: `extra_experts=[]`. Sparse: `threshold=0.5`; as published the threshold never learns (`threshold_grad`).
+    router, soft gates, rank 8, alpha 8. The router reads the block's input, as in their LLaMA code; their Transformers
+    port reads it after the block's first norm, which is `router_input="norm"`. Not matched: the prompt meets the query
+    before its rotation, not after (no model code is touched). The bottleneck starts nearly, not exactly, at zero. LoRA
+    alone: `extra_experts=[]`. Sparse: `threshold=0.5`; as published the threshold never learns (`threshold_grad`).
     `mj_paper`: LoRA on the shared targets and a linear router; soft gates have no top-k to match.
     """
     settings = {
