@@ -13,7 +13,7 @@ from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uni
 
 ops = pytest.importorskip("monkeyjump.ops.gated_lora")
 
-B, T, D, O, R = 2, 9, 21, 13, 3
+B, T, D, OUT, R = 2, 9, 21, 13, 3
 SCALE = 0.7
 
 
@@ -44,10 +44,10 @@ def actual(base: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor
 
 def inputs(columns: int = R, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {
-        "base": normal(B, T, O, seed=1, dtype=dtype),
+        "base": normal(B, T, OUT, seed=1, dtype=dtype),
         "x": normal(B, T, D, seed=2, dtype=dtype),
         "A": normal(R, D, seed=3, scale=0.5),
-        "B": normal(O, columns, seed=4, scale=0.5),
+        "B": normal(OUT, columns, seed=4, scale=0.5),
     }
 
 
@@ -103,7 +103,7 @@ def test_all_tokens_to_one_expert() -> None:
     gate = torch.zeros(B, T, R, device=DEVICE)
     gate[..., 1] = 1
     compare({**given, "gate": gate}, 1e-6)
-    dy = normal(B, T, O, seed=9)
+    dy = normal(B, T, OUT, seed=9)
     _, found = gradients_of(lambda **leaves: actual(gate=gate, **leaves), given, dy)
     assert found["B"][:, [0, 2]].eq(0).all()
     assert found["A"][[0, 2]].eq(0).all()
@@ -148,7 +148,7 @@ def test_one_gate_for_every_expert() -> None:
 @pytest.mark.parametrize("layout", ["of a sum", *STRANGE])
 def test_an_output_gradient_that_is_not_contiguous(layout: str) -> None:
     """`y.sum().backward()` hands back one number, expanded."""
-    dy = torch.full((), 0.3, device=DEVICE).expand(B, T, O) if layout == "of a sum" else normal(B, T, O, seed=9)
+    dy = torch.full((), 0.3, device=DEVICE).expand(B, T, OUT) if layout == "of a sum" else normal(B, T, OUT, seed=9)
     strange = STRANGE[layout](dy) if layout in STRANGE else dy
     given = inputs()
     _, found = gradients_of(actual, given, strange)
@@ -184,6 +184,7 @@ def test_a_frozen_a_among_trained_ones() -> None:
     z, other = ops.down(x, [A, frozen], 0.0)
     (z.sum() + other.sum()).backward()
     assert frozen.grad is None
+    assert A.grad is not None
     assert error(A.grad, x.double().sum((0, 1)).expand(R, D)) < 1e-6
 
 
@@ -192,7 +193,7 @@ def test_backward_makes_the_mask_of_forward_again(trained: bool) -> None:
     """Every gradient is that of the formula with the one mask which the seed of the forward gives."""
     given, p = inputs(), 0.4
     frozen = {} if trained else {"A": given.pop("A")}
-    dy = normal(B, T, O, seed=9)
+    dy = normal(B, T, OUT, seed=9)
     torch.manual_seed(3)
     y, found = gradients_of(lambda **leaves: actual(**leaves, **frozen, dropout=p), given, dy)
     torch.manual_seed(3)
@@ -237,8 +238,8 @@ def kept_by(function: Callable[[], Any]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_frozen_a_keeps_no_input(dropout: float) -> None:
     """Neither x, nor its mask, nor the base output: only what is as thin as the rank."""
-    x, base = normal(8, T, D, seed=2).requires_grad_(), normal(8, T, O, seed=1).requires_grad_()
-    A, up = normal(R, D, seed=3), normal(O, R, seed=4).requires_grad_()
+    x, base = normal(8, T, D, seed=2).requires_grad_(), normal(8, T, OUT, seed=1).requires_grad_()
+    A, up = normal(R, D, seed=3), normal(OUT, R, seed=4).requires_grad_()
     kept = kept_by(lambda: ops.gated_lora(base, x, A, up, SCALE, uniform(8, T, 1), None, dropout))
     assert max(tensor.numel() for tensor in kept) == 8 * T * R < min(x.numel(), base.numel())
 
@@ -246,7 +247,7 @@ def test_a_frozen_a_keeps_no_input(dropout: float) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_trained_projections_keep_the_input_once(dropout: float) -> None:
     x, As = normal(8, T, D, seed=2).requires_grad_(), [normal(R, D, seed=3 + m).requires_grad_() for m in range(3)]
-    up, base = normal(O, R, seed=4).requires_grad_(), normal(8, T, O, seed=1).requires_grad_()
+    up, base = normal(OUT, R, seed=4).requires_grad_(), normal(8, T, OUT, seed=1).requires_grad_()
     kept = kept_by(lambda: [ops.up(base, z, up, SCALE) for z in ops.down(x, As, dropout)])
     large = [tensor for tensor in kept if tensor.numel() > 3 * 8 * T * R]
     assert [tensor.numel() for tensor in large] == [x.numel()]
@@ -257,7 +258,7 @@ def test_an_input_without_gradient_costs_none() -> None:
     """The first block of a model: x has no gradient, so none is made for it."""
     given = inputs()
     x = given.pop("x")
-    _, found = gradients_of(lambda **leaves: actual(x=x, **leaves), given, normal(B, T, O, seed=9))
+    _, found = gradients_of(lambda **leaves: actual(x=x, **leaves), given, normal(B, T, OUT, seed=9))
     assert set(found) == {"base", "A", "B"}
     up, A = given["B"].requires_grad_(), given["A"].requires_grad_()
     (z,) = ops.down(x, [A], 0.0)

@@ -21,11 +21,11 @@ WIDE = max(tile.columns for tile in TILES.values())
 
 @dataclass(frozen=True)
 class Case:
-    """N tokens, D and O widths, M projections that share x, R rank of one A, `experts` B's on it, G gates of a token."""
+    """N tokens, D and `out` widths, M projections that share x, R rank of one A, `experts` B's on it, G gates."""
 
     N: int = 9
     D: int = 20
-    O: int = 12
+    out: int = 12
     R: int = 2
     M: int = 1
     experts: int = 1
@@ -36,20 +36,20 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     @property
-    def C(self) -> int:
+    def columns(self) -> int:
         return self.R * self.experts
 
     def x(self) -> torch.Tensor:
         return normal(self.N, self.D, seed=1, dtype=self.dtype)
 
-    def As(self) -> list[torch.Tensor]:
+    def downs(self) -> list[torch.Tensor]:
         return [normal(self.R, self.D, seed=2 + m, scale=0.5) for m in range(self.M)]
 
-    def B(self) -> torch.Tensor:
-        return normal(self.O, self.C, seed=20, scale=0.5)
+    def up(self) -> torch.Tensor:
+        return normal(self.out, self.columns, seed=20, scale=0.5)
 
     def base(self) -> torch.Tensor:
-        return normal(self.N, self.O, seed=21, dtype=self.dtype)
+        return normal(self.N, self.out, seed=21, dtype=self.dtype)
 
     def z(self) -> torch.Tensor:
         return normal(self.N, self.R, seed=22)
@@ -62,7 +62,7 @@ class Case:
 
     def strength(self) -> Strength:
         gate = uniform(self.N // self.every, self.G, seed=23) if self.G else None
-        diagonal = normal(self.C, seed=24) if self.diagonal else None
+        diagonal = normal(self.columns, seed=24) if self.diagonal else None
         return Strength(0.7, gate, diagonal, self.every)
 
     def kept(self) -> torch.Tensor:
@@ -75,32 +75,32 @@ class Case:
 
     def s(self, strength: Strength) -> torch.Tensor:
         """scale * diagonal[c] * gate[n // every, c // (C / G)], [N, C] float64."""
-        s = torch.full((self.N, self.C), strength.scale, dtype=torch.float64, device=DEVICE)
-        n, c = torch.arange(self.N, device=DEVICE)[:, None], torch.arange(self.C, device=DEVICE)
+        s = torch.full((self.N, self.columns), strength.scale, dtype=torch.float64, device=DEVICE)
+        n, c = torch.arange(self.N, device=DEVICE)[:, None], torch.arange(self.columns, device=DEVICE)
         if strength.diagonal is not None:
             s = s * strength.diagonal[c]
         if strength.gate is not None:
-            s = s * strength.gate[n // self.every, c // (self.C // self.G)]
+            s = s * strength.gate[n // self.every, c // (self.columns // self.G)]
         return s
 
 
 CASES = {
     # nothing to add up: every tile is padding but for one entry
-    "one of everything": Case(N=1, D=1, O=1, R=1),
+    "one of everything": Case(N=1, D=1, out=1, R=1),
     # a single token, as in generation
-    "single token": Case(N=1, D=33, O=17, R=2, M=3, G=1),
+    "single token": Case(N=1, D=33, out=17, R=2, M=3, G=1),
     # odd widths below one tile, fewer ranks than a matrix instruction takes
-    "odd and narrow": Case(N=13, D=7, O=5, R=3, G=1),
+    "odd and narrow": Case(N=13, D=7, out=5, R=3, G=1),
     # two tiles in every direction, the second of them nearly empty
-    "past every tile": Case(N=TALL + 1, D=WIDE + 1, O=WIDE + 3, R=4, G=1),
+    "past every tile": Case(N=TALL + 1, D=WIDE + 1, out=WIDE + 3, R=4, G=1),
     # no masked entry at all
-    "exact tiles": Case(N=TALL, D=WIDE, O=WIDE, R=16, G=1),
+    "exact tiles": Case(N=TALL, D=WIDE, out=WIDE, R=16, G=1),
     # the second of three projections begins at no power of two
     "three share x": Case(N=TALL + 6, D=41, R=3, M=3),
     # columns padded from 33 to 64, and from 66 to 128 where two share x
     "rank 33": Case(R=33, M=2, diagonal=True, G=1),
     # a large rank, which fills its columns
-    "rank 64": Case(N=TALL + 2, D=40, O=24, R=64, G=1, diagonal=True),
+    "rank 64": Case(N=TALL + 2, D=40, out=24, R=64, G=1, diagonal=True),
     # HydraLoRA: four B's on one A
     "shared A": Case(N=21, R=3, experts=4, G=4),
     # HydraLoRA with more columns than a matrix instruction, and no gate
@@ -128,7 +128,7 @@ ALL = [pytest.param(case, id=name) for name, case in CASES.items()] + [
 
 @pytest.mark.parametrize("case", ALL)
 def test_down(case: Case) -> None:
-    x, As = case.x(), case.As()
+    x, As = case.x(), case.downs()
     z = kernels.down(x, As, case.mask())
     assert z.dtype == torch.float32
     assert error(z, (x.double() * case.kept()) @ torch.cat(As).double().T) < TOLERANCE[case.dtype]
@@ -136,7 +136,7 @@ def test_down(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ALL)
 def test_up(case: Case) -> None:
-    base, z, B, strength = case.base(), case.z(), case.B(), case.strength()
+    base, z, B, strength = case.base(), case.z(), case.up(), case.strength()
     y = kernels.up(base, z, B, strength)
     assert y.dtype == case.dtype
     delta = (z.double().repeat(1, case.experts) * case.s(strength)) @ B.double().T
@@ -145,7 +145,7 @@ def test_up(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ALL)
 def test_up_backward(case: Case) -> None:
-    dy, z, B, strength = case.base(), case.z(), case.B(), case.strength()
+    dy, z, B, strength = case.base(), case.z(), case.up(), case.strength()
     s = case.s(strength)
     t, dB = kernels.up_backward(dy, z, B, strength, False)
     times_s, same_dB = kernels.up_backward(dy, z, B, strength, True)
@@ -158,7 +158,7 @@ def test_up_backward(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ALL)
 def test_down_backward(case: Case) -> None:
-    x, dzs, As, mask = case.x(), case.dzs(), case.As(), case.mask()
+    x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
     dx, dA = kernels.down_backward(x, dzs, As, mask, case.dtype)
     assert dx.dtype == case.dtype
     assert dA.dtype == torch.float32
@@ -171,7 +171,7 @@ def test_down_backward(case: Case) -> None:
 def test_either_gradient_of_down_alone(dropout: float) -> None:
     """A frozen A needs no x, and an input without a gradient no dx: the other is not touched by that."""
     case = Case(N=TALL + 1, D=WIDE + 1, R=2, M=2, dropout=dropout)
-    x, dzs, As, mask = case.x(), case.dzs(), case.As(), case.mask()
+    x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
     dx, dA = kernels.down_backward(x, dzs, As, mask, torch.float32)
     only_dx, no_dA = kernels.down_backward(None, dzs, As, mask, torch.float32)
     no_dx, only_dA = kernels.down_backward(x, dzs, As, mask, None)
@@ -184,10 +184,10 @@ def test_either_gradient_of_down_alone(dropout: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype) -> None:
     """With operands that the dtype holds exactly, only the sums are left to be wrong: they are as good as fp32's."""
-    case = Case(N=TALL + 6, D=WIDE + 44, O=WIDE + 3, R=2, dtype=dtype)
-    exact = [guarded(A.to(dtype).float()) for A in case.As()]
+    case = Case(N=TALL + 6, D=WIDE + 44, out=WIDE + 3, R=2, dtype=dtype)
+    exact = [guarded(A.to(dtype).float()) for A in case.downs()]
     dzs = [guarded(dz.to(dtype).float()) for dz in case.dzs()]
-    B, z = guarded(case.B().to(dtype).float()), guarded(case.z().to(dtype).float())
+    B, z = guarded(case.up().to(dtype).float()), guarded(case.z().to(dtype).float())
     x, dy, one = case.x(), case.base(), Strength(1.0)
     assert error(kernels.down(x, exact, None), x.double() @ torch.cat(exact).double().T) < 1e-6
     t, dB = kernels.up_backward(dy, z, B, one, False)
@@ -199,7 +199,7 @@ def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype) -> None:
 def test_a_gate_and_a_z_that_are_columns_of_wider_tensors() -> None:
     """As they come: the gate of one projection out of [N, E], and z out of the z of all that share x."""
     case = Case(N=TALL + 3, R=2, M=3)
-    gates, zs, B, base = uniform(case.N, 5, seed=5), normal(case.N, 6, seed=6), case.B(), case.base()
+    gates, zs, B, base = uniform(case.N, 5, seed=5), normal(case.N, 6, seed=6), case.up(), case.base()
     for position in range(case.M):
         gate, z = gates[:, position + 1, None], zs[:, 2 * position : 2 * position + 2]
         y = kernels.up(base, z, B, Strength(0.7, gate))
@@ -236,15 +236,15 @@ def test_the_mask_follows_the_seed(seed: int) -> None:
 
 
 def test_two_runs_give_the_same_bits() -> None:
-    case = Case(N=3 * TALL + 5, D=60, O=40, R=2, M=2, G=1, dropout=0.2, dtype=torch.bfloat16)
+    case = Case(N=3 * TALL + 5, D=60, out=40, R=2, M=2, G=1, dropout=0.2, dtype=torch.bfloat16)
     runs = []
     for _ in range(2):
-        x, As, mask, strength = case.x(), case.As(), case.mask(), case.strength()
+        x, As, mask, strength = case.x(), case.downs(), case.mask(), case.strength()
         runs.append(
             [
                 kernels.down(x, As, mask),
-                kernels.up(case.base(), case.z(), case.B(), strength),
-                *kernels.up_backward(case.base(), case.z(), case.B(), strength, True),
+                kernels.up(case.base(), case.z(), case.up(), strength),
+                *kernels.up_backward(case.base(), case.z(), case.up(), strength, True),
                 *kernels.down_backward(x, case.dzs(), As, mask, case.dtype),
             ]
         )
