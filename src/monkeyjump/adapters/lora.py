@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
-from monkeyjump.adapters.sharing import SharedDown
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
@@ -26,7 +25,6 @@ class LoraAdapter(Adapter):
         self.dropout = config.dropout
         self.A = nn.Parameter(torch.empty(config.r, in_features, dtype=torch.float32))
         self.B = nn.Parameter(torch.empty(out_features, config.r, dtype=torch.float32))
-        self.shared: SharedDown | None = None  # the projections that read the same input, where there are others
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -47,11 +45,7 @@ class LoraAdapter(Adapter):
         from monkeyjump.ops import gated_lora
 
         dropout = self.dropout if self.training else 0.0
-        if self.shared is None or torch.compiler.is_compiling():  # a compiler sees by itself who reads x
-            (z,) = gated_lora.down(x, [self.A], dropout)
-        else:
-            z = self.shared.down(self, x, dropout)
-        return gated_lora.up(out, z, self.B, self.scaling, gate, self.rank_scale())
+        return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, self.rank_scale(), dropout)
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         return ops.gated_lora(x, self.A, self.B, self.strength(gate), self.dropout if self.training else 0.0)

@@ -12,7 +12,7 @@ import torch
 from monkeyjump.ops.kernels import lora
 from monkeyjump.ops.kernels import route as routing
 from monkeyjump.ops.kernels.route import Routing
-from monkeyjump.ops.strength import Dropout, Strength, rank_gradients
+from monkeyjump.ops.strength import Dropout, Strengths, rank_gradients
 
 
 def plain(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
@@ -38,7 +38,7 @@ def _(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: flo
 def lora_down_backward(x: torch.Tensor, dzs: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
     """dz^T dropout(x): [M * R, D], fp32."""
     shaped = [x.new_empty(dzs[0].shape[1], x.shape[1])] * len(dzs)  # only the shape of A is needed
-    dA = lora.down_backward(x.contiguous(), [dz.contiguous() for dz in dzs], shaped, _mask(seed, p), None)[1]
+    dA = lora.down_backward_alone(x.contiguous(), [dz.contiguous() for dz in dzs], shaped, _mask(seed, p), None)[1]
     assert dA is not None
     return dA
 
@@ -53,7 +53,7 @@ def lora_down_input(
     dzs: list[torch.Tensor], As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
 ) -> torch.Tensor:
     """dx = dropout'(dz A): [N, D]."""
-    dx = lora.down_backward(None, [dz.contiguous() for dz in dzs], As, _mask(seed, p), dtype)[0]
+    dx = lora.down_backward_alone(None, [dz.contiguous() for dz in dzs], As, _mask(seed, p), dtype)[0]
     assert dx is not None
     return dx
 
@@ -93,7 +93,9 @@ def lora_up(
     every: int,
 ) -> torch.Tensor:
     """base + (z * s) B^T: [N, O]."""
-    return lora.up(base.contiguous(), z, B, Strength(scale, gate, diagonal, every))
+    y = torch.empty_like(base, memory_format=torch.contiguous_format)
+    lora.up([base.contiguous()], z, [B], Strengths.single(scale, gate, diagonal, every), [y])
+    return y
 
 
 @lora_up.register_fake
@@ -121,7 +123,7 @@ def lora_up_backward(
     times_s: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dy B [N, C], times s if asked; dB [O, C]), fp32."""
-    return lora.up_backward(dy.contiguous(), z, B, Strength(scale, gate, diagonal, every), times_s)
+    return lora.up_backward_alone(dy.contiguous(), z, B, Strengths.single(scale, gate, diagonal, every), times_s)
 
 
 @lora_up_backward.register_fake
@@ -147,7 +149,7 @@ def _save_up(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 def _up_gradients(ctx: Any, dy: torch.Tensor) -> Any:
     z, B, gate, diagonal = ctx.saved_tensors
     t, dB = lora_up_backward(dy, z, B, gate, diagonal, ctx.scale, ctx.every, False)
-    dz, dgate, ddiagonal = rank_gradients(t, z, Strength(ctx.scale, gate, diagonal, ctx.every))
+    dz, dgate, ddiagonal = rank_gradients(t, z, Strengths.single(ctx.scale, gate, diagonal, ctx.every))
     return dy, dz, dB, dgate, ddiagonal, None, None
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from monkeyjump.ops import custom, reference
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.strength import Dropout, Strength, rank_gradients, strength_of
+from monkeyjump.ops.strength import Dropout, Strengths, rank_gradients
 
 THIN = 8  # most columns of A that the compiled path writes out as sums over single columns
 
@@ -96,12 +96,12 @@ class _Up(torch.autograd.Function):
         ctx.save_for_backward(z, B, gate, diagonal)
         ctx.scale, ctx.every = scale, every
         flat = base.reshape(-1, base.shape[-1])
-        return _up(flat, z, B, Strength(scale, gate, diagonal, every)).view(base.shape)
+        return _up(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         z, B, gate, diagonal = ctx.saved_tensors
-        strength = Strength(ctx.scale, gate, diagonal, ctx.every)
+        strength = Strengths.single(ctx.scale, gate, diagonal, ctx.every)
         flat = dy.reshape(-1, dy.shape[-1])
         simple = diagonal is None and z.shape[1] == B.shape[1] and not ctx.needs_input_grad[3]
         t, dB = _up_backward(flat, z, B, strength, simple)
@@ -127,7 +127,7 @@ def _down_backward(
     dx_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not torch.compiler.is_compiling():
-        return kernels.down_backward(x, [dz.contiguous() for dz in dzs], As, dropout, dx_dtype)
+        return kernels.down_backward_alone(x, [dz.contiguous() for dz in dzs], As, dropout, dx_dtype)
     dx = dA = None
     if x is not None:
         dA = custom.lora_down_backward(x, dzs, *custom.plain(dropout))
@@ -139,22 +139,24 @@ def _down_backward(
     return dx, dA
 
 
-def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength) -> torch.Tensor:
+def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strengths) -> torch.Tensor:
     if not torch.compiler.is_compiling():
-        return kernels.up(base, z, B, strength)
+        y = torch.empty_like(base)
+        kernels.up([base], z, [B], strength, [y])
+        return y
     N, C = z.shape[0], B.shape[1]
-    zs = z.repeat(1, C // z.shape[1]) * strength_of(strength, N, C)
+    zs = z.repeat(1, C // z.shape[1]) * strength.of(0, N, C)
     return (base + thin_expand(zs, B.T, base.dtype)).to(base.dtype)
 
 
 def _up_backward(
-    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength, times_s: bool
+    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strengths, times_s: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.compiler.is_compiling():
         return custom.lora_up_backward(
-            dy, z, B, strength.gate, strength.diagonal, strength.scale, strength.every, times_s
+            dy, z, B, strength.gates[0], strength.diagonals[0], strength.scale, strength.every, times_s
         )
-    return kernels.up_backward(dy, z, B, strength, times_s)
+    return kernels.up_backward_alone(dy, z, B, strength, times_s)
 
 
 def thin_expand(z: torch.Tensor, W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -27,40 +27,46 @@ class Dropout:
 
 
 @dataclass(frozen=True)
-class Strength:
-    """The factor on the rank activation: scale * diagonal[c] * gate[n // every, c // (C / G)]."""
+class Strengths:
+    """Of every projection of a group: s = scale * diagonal[c] * gate[n // every, c // (C / G)]."""
 
     scale: float
-    gate: torch.Tensor | None = None  # [N / every, G], last dimension contiguous
-    diagonal: torch.Tensor | None = None  # [C]
-    every: int = 1  # tokens that share a row of `gate`
+    gates: tuple[torch.Tensor | None, ...]  # [N / every, G] each, of one row stride; all or none
+    diagonals: tuple[torch.Tensor | None, ...]  # [C] each
+    every: int = 1  # tokens that share a row of a gate
+
+    @classmethod
+    def single(
+        cls, scale: float, gate: torch.Tensor | None = None, diagonal: torch.Tensor | None = None, every: int = 1
+    ) -> Strengths:
+        return cls(scale, (gate,), (diagonal,), every)
+
+    def of(self, m: int, N: int, C: int, with_diagonal: bool = True) -> torch.Tensor | float:
+        """s of projection m: a number, or fp32 [C] or [N, C]."""
+        s: torch.Tensor | float = self.scale
+        diagonal, gate = self.diagonals[m], self.gates[m]
+        if diagonal is not None and with_diagonal:
+            s = s * diagonal
+        if gate is not None:
+            gate = gate.repeat_interleave(C // gate.shape[1], 1)
+            s = s * (gate if self.every == 1 else gate.repeat_interleave(self.every, 0))
+        return s
 
 
 def rank_gradients(
-    t: torch.Tensor, z: torch.Tensor, strength: Strength
+    t: torch.Tensor, z: torch.Tensor, strengths: Strengths, m: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dz [N, R], dgate [N / every, G], ddiagonal [C]) from t = dy B [N, C]: what the factors of the rank activation get."""
+    """(dz [N, R], dgate [N / every, G], ddiagonal [C]) of projection m, from t = dy B [N, C] and its z [N, R]."""
     N, C = t.shape
     R = z.shape[1]
-    spread = z.repeat(1, C // R)  # column c of B reads z[:, c % R]
-    dz = (t * strength_of(strength, N, C)).view(N, C // R, R).sum(1)
+    gate, diagonal = strengths.gates[m], strengths.diagonals[m]
+    dz = (t * strengths.of(m, N, C)).view(N, C // R, R).sum(1)  # column c of B reads z[:, c % R]
+    along = t * (z if C == R else z.repeat(1, C // R))
     dgate = ddiagonal = None
-    if strength.gate is not None:
-        G = strength.gate.shape[1]
-        by_column = t * spread * (strength.scale if strength.diagonal is None else strength.scale * strength.diagonal)
-        dgate = by_column.view(N // strength.every, strength.every, G, C // G).sum((1, 3))
-    if strength.diagonal is not None:
-        without = Strength(strength.scale, strength.gate, None, strength.every)
-        ddiagonal = (t * spread * strength_of(without, N, C)).sum(0)
+    if gate is not None:
+        G = gate.shape[1]
+        scaled = along * (strengths.scale if diagonal is None else strengths.scale * diagonal)
+        dgate = scaled.view(N // strengths.every, strengths.every, G, C // G).sum((1, 3))
+    if diagonal is not None:
+        ddiagonal = (along * strengths.of(m, N, C, with_diagonal=False)).sum(0)
     return dz, dgate, ddiagonal
-
-
-def strength_of(strength: Strength, N: int, C: int) -> torch.Tensor | float:
-    """s, as a number or as fp32 [C], [N, C]."""
-    s: torch.Tensor | float = strength.scale
-    if strength.diagonal is not None:
-        s = s * strength.diagonal
-    if strength.gate is not None:
-        gate = strength.gate.repeat_interleave(C // strength.gate.shape[1], 1)
-        s = s * (gate if strength.every == 1 else gate.repeat_interleave(strength.every, 0))
-    return s

@@ -85,6 +85,10 @@ class BlockRouter:
         """The gate of the tokens of x, [..., 1]."""
         return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
 
+    def observes(self, adapter_name: str) -> bool:
+        """Whether `observe` wants to see the projections of this adapter."""
+        return False
+
     def observe(
         self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
     ) -> None:

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from monkeyjump.adapters.lora import LoraAdapter
-from monkeyjump.adapters.sharing import SharedDown
 from monkeyjump.routing.granularity import IGNORE
 from monkeyjump.tuner.auxiliary import auxiliary_loss
 from monkeyjump.tuner.block import BlockRouter
 from monkeyjump.tuner.group import BlockGroup
 from monkeyjump.tuner.losses import CarriedLoss, RouterLosses
 from monkeyjump.tuner.placement import Block
+from monkeyjump.tuner.sharing import SharedInput
 
 if TYPE_CHECKING:
+    from monkeyjump.tuner.layer import MonkeyJumpLayer
     from monkeyjump.tuner.sample import TokenCollector
     from monkeyjump.tuner.trace import RoutingTrace
 
@@ -44,7 +45,7 @@ class RoutingContext:
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None
         self.groups: dict[str, BlockGroup] = {}
-        self.shared: dict[tuple, SharedDown] = {}  # adapters that may read the same tensor
+        self.shared: dict[tuple, SharedInput] = {}  # projections that may read the same tensor
         config = getattr(model, "config", None)
         can_generate = getattr(model, "can_generate", None)
         self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -70,10 +71,13 @@ class RoutingContext:
             group.routers[key] = kind(group, block, model.get_submodule(block.path))
         return group.routers[key]
 
-    def share(self, adapter_name: str, parent: str, adapter: LoraAdapter) -> None:
-        """Let an adapter share its pass over the input with those of the other linears of its parent module."""
-        key = (adapter_name, parent, type(adapter), *adapter.A.shape)
-        self.shared.setdefault(key, SharedDown()).join(adapter)
+    def share(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
+        """Let a projection share its pass over the input with the other linears of its parent module."""
+        adapter = layer.monkeyjump_adapter[adapter_name]
+        if isinstance(adapter, LoraAdapter) and adapter.fused:
+            kind = (type(adapter), *adapter.A.shape, adapter.B.shape[1], routed)
+            key = (adapter_name, layer.path.rpartition(".")[0], *kind)
+            self.shared.setdefault(key, SharedInput(adapter_name)).join(layer)
 
     def routers(self) -> Iterator[BlockRouter]:
         for group in self.groups.values():

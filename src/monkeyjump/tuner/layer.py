@@ -12,8 +12,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import Adapter, Gate
-from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import dispatch
 from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
@@ -21,6 +21,7 @@ from monkeyjump.tuner.placement import Role
 if TYPE_CHECKING:
     from monkeyjump.tuner.block import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
+    from monkeyjump.tuner.sharing import SharedInput
 
 UNINITIALIZED = -1  # value of `monkeyjump_step` while the centres wait for `initialize_centers`
 
@@ -102,6 +103,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         for name in self.other_param_names:
             setattr(self, name, Fp32BufferDict())
         self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
+        self.shared: dict[str, SharedInput] = {}  # adapter name -> the projections that read the same input
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
 
@@ -110,10 +112,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     ) -> None:
         """Add an adapter; `role` is None for one that is always on."""
         self._leave_shared(adapter_name)
-        adapter = new_adapter(config, role, FrozenLinear(self))
-        self.monkeyjump_adapter[adapter_name] = adapter
-        if isinstance(adapter, LoraAdapter) and adapter.fused:
-            self.context.share(adapter_name, self.path.rpartition(".")[0], adapter)
+        self.monkeyjump_adapter[adapter_name] = new_adapter(config, role, FrozenLinear(self))
+        self.context.share(adapter_name, self, routed=role is not None)
         router = new_router(config, role, self.in_features)
         if router is not None:
             self.monkeyjump_router[adapter_name] = router
@@ -147,6 +147,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
                 container[adapter_name] = entry.to(device)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not args and not kwargs and (shared := self._shared_output(x)) is not None:
+            return shared
         base = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
             if self.merged:
@@ -167,6 +169,14 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
                     router.observe(name, position, x, base, gate)
         return out
 
+    def _shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What the first of the projections that read x made for all of them, where that is faster."""
+        names = self.active_adapters
+        if len(names) != 1 or torch.compiler.is_compiling():  # a compiler sees by itself who reads x
+            return None
+        group = self.shared.get(names[0])
+        return group.output(self, x) if group is not None and dispatch.uses_kernels(x) else None
+
     def _gate(self, adapter_name: str, x: torch.Tensor) -> Gate:
         """The gate of each token of x [..., 1], or None where the adapter is always on."""
         if adapter_name not in self.routers:
@@ -176,9 +186,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
 
     def _leave_shared(self, adapter_name: str) -> None:
         """Before an adapter goes: those that read the same input no longer compute its part."""
-        old = self.monkeyjump_adapter[adapter_name] if adapter_name in self.monkeyjump_adapter else None
-        if isinstance(old, LoraAdapter) and old.shared is not None:
-            old.shared.leave(old)
+        if adapter_name in self.shared:
+            self.shared[adapter_name].leave(self)
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._leave_shared(adapter_name)

@@ -68,6 +68,9 @@ class LearnedBlockRouter(BlockRouter):
             return super().gate(adapter_name, position, x)
         return self._fitted(self._gates_of(adapter_name), x, adapter_name, position)
 
+    def observes(self, adapter_name: str) -> bool:
+        return self.configs[adapter_name].contrastive_weight > 0
+
     def observe(
         self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
     ) -> None:

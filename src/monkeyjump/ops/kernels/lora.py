@@ -14,13 +14,14 @@ atomics would not give.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED, TILES, padded, row_blocks
-from monkeyjump.ops.strength import Dropout, Strength
+from monkeyjump.ops.strength import Dropout, Strengths
 
 WIDE = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there, operands are widened after rounding
 
@@ -88,46 +89,61 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
 
 
 @triton.jit
-def up_kernel(base, z, gate, diagonal, B, y, scale, N, O, z_stride, gate_stride, every,
+def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, scale, N, z_stride, gate_stride, every,
               R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
               CP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    outs = tl.program_id(1) * BO + tl.arange(0, BO)
     cols = tl.arange(0, CP)
-    inside = (rows < N)[:, None] & (outs < O)[None, :]
-    where = rows.to(tl.int64)[:, None] * O + outs[None, :]
-    tile = tl.load(base + where, mask=inside, other=0.0)
-    b = tl.load(B + outs[None, :] * C + cols[:, None], mask=(cols < C)[:, None] & (outs < O)[None, :], other=0.0)
-    values, s = scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every, R, C, G)
-    delta = product((values * s).to(tile.dtype), b.to(tile.dtype))
-    tl.store(y + where, (tile.to(tl.float32) + delta).to(tile.dtype), mask=inside)
+    block = tl.program_id(1)  # counts the output columns of all projections, one after the other
+    for m in tl.static_range(len(ys)):
+        O = Os[m]
+        if (block >= 0) & (block * BO < O):
+            outs = block * BO + tl.arange(0, BO)
+            inside = (rows < N)[:, None] & (outs < O)[None, :]
+            where = rows.to(tl.int64)[:, None] * O + outs[None, :]
+            tile = tl.load(bases[m] + where, mask=inside, other=0.0)
+            within = (cols < C)[:, None] & (outs < O)[None, :]
+            b = tl.load(Bs[m] + outs[None, :] * C + cols[:, None], mask=within, other=0.0)
+            values, s = scaled(
+                z + m * R, gates[m], diagonals[m], scale, rows, cols, N, z_stride, gate_stride, every, R, C, G
+            )  # fmt: skip
+            delta = product((values * s).to(tile.dtype), b.to(tile.dtype))
+            tl.store(ys[m] + where, (tile.to(tl.float32) + delta).to(tile.dtype), mask=inside)
+        block -= tl.cdiv(O, BO)
 
 
 @triton.jit
-def up_backward_kernel(dy, z, gate, diagonal, B, t, parts, scale, N, O, z_stride, gate_stride, every,
+def up_backward_kernel(dys, z, gates, diagonals, Bs, ts, parts, Os, offsets, scale, N, W, z_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
                        CP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     rows = block * BN + tl.arange(0, BN)
     cols = tl.arange(0, CP)
-    values, s = scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every, R, C, G)
-    acc = tl.zeros((BN, CP), tl.float32)
-    for start in range(0, O, BO):
-        outs = start + tl.arange(0, BO)
-        inside = (rows < N)[:, None] & (outs < O)[None, :]
-        tile = tl.load(dy + rows.to(tl.int64)[:, None] * O + outs[None, :], mask=inside, other=0.0)
-        b = tl.load(B + outs[:, None] * C + cols[None, :], mask=(outs < O)[:, None] & (cols < C)[None, :], other=0.0)
-        acc += product(tile, b.to(tile.dtype))
-        part = product(tl.trans((values * s).to(tile.dtype)), tile)  # [CP, BO]
-        mask = (cols < C)[:, None] & (outs < O)[None, :]
-        tl.store(parts + (block * C + cols[:, None]) * O + outs[None, :], part, mask=mask)
-    mask = (rows < N)[:, None] & (cols < C)[None, :]
-    tl.store(t + rows[:, None] * C + cols[None, :], acc * s if TIMES_S else acc, mask=mask)
+    for m in tl.static_range(len(dys)):
+        if tl.program_id(1) == m:
+            O = Os[m]
+            values, s = scaled(
+                z + m * R, gates[m], diagonals[m], scale, rows, cols, N, z_stride, gate_stride, every, R, C, G
+            )  # fmt: skip
+            acc = tl.zeros((BN, CP), tl.float32)
+            for start in range(0, O, BO):
+                outs = start + tl.arange(0, BO)
+                inside = (rows < N)[:, None] & (outs < O)[None, :]
+                tile = tl.load(dys[m] + rows.to(tl.int64)[:, None] * O + outs[None, :], mask=inside, other=0.0)
+                within = (outs < O)[:, None] & (cols < C)[None, :]
+                b = tl.load(Bs[m] + outs[:, None] * C + cols[None, :], mask=within, other=0.0)
+                acc += product(tile, b.to(tile.dtype))
+                part = product(tl.trans(tile), (values * s).to(tile.dtype))  # [BO, CP]
+                where = block.to(tl.int64) * W + offsets[m] + outs[:, None] * C + cols[None, :]
+                tl.store(parts + where, part, mask=within)
+            kept = (rows < N)[:, None] & (cols < C)[None, :]
+            tl.store(ts[m] + rows[:, None] * C + cols[None, :], acc * s if TIMES_S else acc, mask=kept)
 
 
 @triton.jit
-def down_backward_kernel(x, dzs, As, dx, parts, seed, threshold, keep_scale, N, D, dz_stride,
-                         R: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+def down_backward_kernel(x, dzs, As, dx, parts, seed, threshold, keep_scale, N, D, W, offset,
+                         R: tl.constexpr, MP: tl.constexpr, ADD: tl.constexpr,
+                         BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     rows = block * BN + tl.arange(0, BN)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -135,35 +151,34 @@ def down_backward_kernel(x, dzs, As, dx, parts, seed, threshold, keep_scale, N, 
     number: tl.constexpr = R * len(dzs)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     where = rows.to(tl.int64)[:, None] * D + cols[None, :]
-    dz = stacked(dzs, ranks[None, :], rows[:, None], 1, dz_stride, (rows < N)[:, None], R) * keep_scale
+    dz = stacked(dzs, ranks[None, :], rows[:, None], 1, R, (rows < N)[:, None], R) * keep_scale
     if parts is not None:
         tile = tl.load(x + where, mask=inside, other=0.0)
-        dtype = tile.dtype
         if seed is not None:
             tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
-        part = product(tl.trans(dz.to(dtype)), tile)  # [MP, BD]
+        part = product(tl.trans(dz.to(tile.dtype)), tile)  # [MP, BD]
         mask = (ranks < number)[:, None] & (cols < D)[None, :]
-        tl.store(parts + (block * number + ranks[:, None]) * D + cols[None, :], part, mask=mask)
+        tl.store(parts + block.to(tl.int64) * W + offset + ranks[:, None] * D + cols[None, :], part, mask=mask)
     if dx is not None:
-        dtype: tl.constexpr = dx.dtype.element_ty
         a = stacked(As, ranks[:, None], cols[None, :], D, 1, (cols < D)[None, :], R)
-        back = product(dz.to(dtype), a.to(dtype))
+        back = product(dz.to(dx.dtype.element_ty), a.to(dx.dtype.element_ty))
         if seed is not None:
             back = dropped(back, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
-        tl.store(dx + where, back.to(dtype), mask=inside)
+        if ADD:
+            back += tl.load(dx + where, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + where, back.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def add_parts_kernel(parts, out, P, C, W, out_row, out_col, BP: tl.constexpr, BW: tl.constexpr):
-    """out[c, w] = sum over p of parts[p, c, w]."""
-    c = tl.program_id(0)
-    cols = tl.program_id(1) * BW + tl.arange(0, BW)
+def add_parts_kernel(parts, out, P, W, BP: tl.constexpr, BW: tl.constexpr):
+    """out[w] = sum over p of parts[p, w]."""
+    cols = tl.program_id(0) * BW + tl.arange(0, BW)
     acc = tl.zeros((BP, BW), tl.float32)
     for start in range(0, P, BP):
         blocks = start + tl.arange(0, BP)
         mask = (blocks < P)[:, None] & (cols < W)[None, :]
-        acc += tl.load(parts + (blocks[:, None] * C + c) * W + cols[None, :], mask=mask, other=0.0)
-    tl.store(out + c * out_row + cols * out_col, tl.sum(acc, 0), mask=cols < W)
+        acc += tl.load(parts + blocks[:, None] * W + cols[None, :], mask=mask, other=0.0)
+    tl.store(out + cols, tl.sum(acc, 0), mask=cols < W)
 
 
 def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
@@ -179,35 +194,71 @@ def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None) -
     return z
 
 
-def up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength) -> torch.Tensor:
-    """base [N, O], z [N, R], B [O, C] -> base + (z * s) B^T."""
-    N, O = base.shape
-    y = torch.empty_like(base)
+def up(
+    bases: Sequence[torch.Tensor],
+    z: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    strengths: Strengths,
+    ys: Sequence[torch.Tensor],
+) -> None:
+    """y = base + (z * s) B^T into ys, which may be the bases: M of [N, O]; z [N, M * R], B [O, C]."""
+    N, M = z.shape[0], len(Bs)
+    C = Bs[0].shape[1]
+    Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["up"]
-    up_kernel[(row_blocks(N, tile.rows), row_blocks(O, tile.width(O)))](
-        base, z, strength.gate, strength.diagonal, B, y, *_numbers(strength, N, O, z), *_columns(strength, z, B),
-        padded(B.shape[1]), tile.rows, tile.width(O), num_warps=tile.warps,
+    width = tile.width(max(Os))
+    up_kernel[(row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os))](
+        tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os, *_numbers(strengths, z),
+        z.shape[1] // M, C, _gates(strengths), padded(C), tile.rows, width, num_warps=tile.warps,
     )  # fmt: skip
-    return y
+
+
+@dataclass
+class Parts:
+    """Sums over the tokens of each row block, for gradients that one last kernel adds up: [P, W] fp32."""
+
+    tensor: torch.Tensor
+    rows: int  # of a block
+
+    @classmethod
+    def of(cls, tokens: int, width: int, device: torch.device) -> Parts:
+        rows = TILES["backward"].rows if tokens <= MANY else 2 * TILES["backward"].rows
+        return cls(torch.empty(row_blocks(tokens, rows), width, device=device, dtype=torch.float32), rows)
+
+    def total(self) -> torch.Tensor:
+        P, W = self.tensor.shape
+        out = torch.empty(W, device=self.tensor.device, dtype=torch.float32)
+        tile = TILES["add_parts"]
+        add_parts_kernel[(row_blocks(W, tile.columns),)](
+            self.tensor, out, P, W, min(padded(P, 1), tile.rows), tile.columns, num_warps=tile.warps
+        )  # fmt: skip
+        return out
+
+
+MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
 
 
 def up_backward(
-    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength, times_s: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t, dB): t = dy B [N, C] fp32, times s if asked; dB [O, C] fp32."""
-    N, O = dy.shape
-    C = B.shape[1]
-    tile = TILES["up_backward"]
-    P = row_blocks(N, tile.rows)
-    t = torch.empty(N, C, device=dy.device, dtype=torch.float32)
-    parts = torch.empty(P, C, O, device=dy.device, dtype=torch.float32)
-    up_backward_kernel[(P,)](
-        dy, z, strength.gate, strength.diagonal, B, t, parts, *_numbers(strength, N, O, z), *_columns(strength, z, B),
-        times_s, padded(C), tile.rows, tile.width(O), num_warps=tile.warps, num_stages=tile.stages,
+    dys: Sequence[torch.Tensor],
+    z: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    strengths: Strengths,
+    times_s: bool,
+    parts: Parts,
+) -> list[torch.Tensor]:
+    """t = dy B of every projection, [N, C] fp32, times s if asked. dB [O, C] of each goes to the start of the parts."""
+    N, M = z.shape[0], len(Bs)
+    C = Bs[0].shape[1]
+    Os = tuple(B.shape[0] for B in Bs)
+    ts = [torch.empty(N, C, device=z.device, dtype=torch.float32) for _ in Bs]
+    tile = TILES["backward"]
+    up_backward_kernel[(parts.tensor.shape[0], M)](
+        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ts), parts.tensor, Os,
+        tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N, parts.tensor.shape[1],
+        *_numbers(strengths, z)[2:], z.shape[1] // M, C, _gates(strengths), times_s, padded(C), parts.rows,
+        tile.width(max(Os)), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    dB = torch.empty(O, C, device=dy.device, dtype=torch.float32)
-    add_parts(parts, dB, 1, C)
-    return t, dB
+    return ts
 
 
 def down_backward(
@@ -215,34 +266,21 @@ def down_backward(
     dzs: Sequence[torch.Tensor],
     As: Sequence[torch.Tensor],
     dropout: Dropout | None,
-    dx_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dx [N, D], None without a dtype; dA [M * R, D] fp32, None without x) from dz, M of [N, R] fp32, one stride."""
+    dx: torch.Tensor | None,
+    parts: Parts,
+    offset: int,
+    add: bool,
+) -> None:
+    """From dz, M of [N, R] fp32: dz A into dx [N, D] (added to it if asked), dA [M * R, D] into the parts at `offset`.
+
+    Without dx, or without x, that part is left out.
+    """
     N, D = dzs[0].shape[0], As[0].shape[1]
     R = As[0].shape[0]
-    number = len(As) * R
     tile = TILES["down_backward"]
-    P = row_blocks(N, tile.rows)
-    device = As[0].device
-    dx = None if dx_dtype is None else torch.empty(N, D, device=device, dtype=dx_dtype)
-    parts = None if x is None else torch.empty(P, number, D, device=device, dtype=torch.float32)
-    down_backward_kernel[(P, row_blocks(D, tile.width(D)))](
-        x, tuple(dzs), tuple(As), dx, parts, *_mask(dropout), N, D, dzs[0].stride(0), R, padded(number),
-        tile.rows, tile.width(D), num_warps=tile.warps,
-    )  # fmt: skip
-    if parts is None:
-        return dx, None
-    dA = torch.empty(number, D, device=device, dtype=torch.float32)
-    add_parts(parts, dA, D, 1)
-    return dx, dA
-
-
-def add_parts(parts: torch.Tensor, out: torch.Tensor, out_row: int, out_col: int) -> None:
-    P, C, W = parts.shape
-    tile = TILES["add_parts"]
-    width = tile.width(W)
-    add_parts_kernel[(C, row_blocks(W, width))](
-        parts, out, P, C, W, out_row, out_col, min(padded(P, 1), tile.rows), width, num_warps=tile.warps
+    down_backward_kernel[(parts.tensor.shape[0], row_blocks(D, tile.width(D)))](
+        x, tuple(dzs), tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
+        parts.tensor.shape[1], offset, R, padded(len(As) * R), add, parts.rows, tile.width(D), num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -250,11 +288,36 @@ def _mask(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, float]:
     return (None, 0, 1.0) if dropout is None else (dropout.seed, dropout.threshold, dropout.scale)
 
 
-def _numbers(strength: Strength, N: int, O: int, z: torch.Tensor) -> tuple[float, int, int, int, int, int]:
-    gate_stride = 0 if strength.gate is None else strength.gate.stride(0)
-    return strength.scale, N, O, z.stride(0), gate_stride, strength.every
+def _numbers(strengths: Strengths, z: torch.Tensor) -> tuple[float, int, int, int, int]:
+    gate = strengths.gates[0]
+    return strengths.scale, z.shape[0], z.stride(0), 0 if gate is None else gate.stride(0), strengths.every
 
 
-def _columns(strength: Strength, z: torch.Tensor, B: torch.Tensor) -> tuple[int, int, int]:
-    return z.shape[1], B.shape[1], 1 if strength.gate is None else strength.gate.shape[1]
+def _gates(strengths: Strengths) -> int:
+    gate = strengths.gates[0]
+    return 1 if gate is None else gate.shape[1]
 
+
+def up_backward_alone(
+    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths, times_s: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(t [N, C], dB [O, C]) of one projection."""
+    parts = Parts.of(dy.shape[0], B.numel(), dy.device)
+    (t,) = up_backward([dy], z, [B], strengths, times_s, parts)
+    return t, parts.total().view(B.shape)
+
+
+def down_backward_alone(
+    x: torch.Tensor | None,
+    dzs: Sequence[torch.Tensor],
+    As: Sequence[torch.Tensor],
+    dropout: Dropout | None,
+    dx_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx [N, D], None without a dtype; dA [M * R, D], None without x)."""
+    N, (R, D) = dzs[0].shape[0], As[0].shape
+    rows = len(As) * R
+    dx = None if dx_dtype is None else torch.empty(N, D, device=dzs[0].device, dtype=dx_dtype)
+    parts = Parts.of(N, 0 if x is None else rows * D, dzs[0].device)
+    down_backward(x, dzs, As, dropout, dx, parts, 0, add=False)
+    return dx, None if x is None else parts.total().view(rows, D)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from monkeyjump.ops.kernels.lora import add_parts
+from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.kernels.tiles import TILES, row_blocks
 
 
@@ -25,8 +25,10 @@ def power(offset, DEGREE: tl.constexpr):
 @triton.jit
 def gate_of(gate, rows, N, gate_stride, every):
     if gate is None:
-        return tl.where(rows < N, 1.0, 0.0)
-    return tl.load(gate + (rows // every) * gate_stride, mask=rows < N, other=0.0)
+        g = tl.where(rows < N, 1.0, 0.0)
+    else:
+        g = tl.load(gate + (rows // every) * gate_stride, mask=rows < N, other=0.0)
+    return g
 
 
 @triton.jit
@@ -79,13 +81,10 @@ def scale_backward(
     """(dbase [N, O], doffset [O] fp32)."""
     N, O = base.shape
     tile = TILES["scale_backward"]
-    P = row_blocks(N, tile.rows)
     dbase = torch.empty_like(base)
-    parts = torch.empty(P, 1, O, device=base.device, dtype=torch.float32)
-    scale_backward_kernel[(P, row_blocks(O, tile.width(O)))](
-        dy, base, offset, gate, dbase, parts, N, O, 0 if gate is None else gate.stride(0), every, degree,
-        tile.rows, tile.width(O), num_warps=tile.warps,
+    parts = Parts.of(N, O, base.device)
+    scale_backward_kernel[(parts.tensor.shape[0], row_blocks(O, tile.width(O)))](
+        dy, base, offset, gate, dbase, parts.tensor, N, O, 0 if gate is None else gate.stride(0), every, degree,
+        parts.rows, tile.width(O), num_warps=tile.warps,
     )  # fmt: skip
-    doffset = torch.empty(O, device=base.device, dtype=torch.float32)
-    add_parts(parts, doffset, O, 1)
-    return dbase, doffset
+    return dbase, parts.total()

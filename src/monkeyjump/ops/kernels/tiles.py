@@ -41,11 +41,11 @@ class Tile:
 
 
 TILES = {
-    "down": Tile(16, 256),
+    "down": Tile(32, 128, stages=4),
     "up": Tile(32, 128),
-    "up_backward": Tile(32, 128),
-    "down_backward": Tile(64, 128),
-    "add_parts": Tile(32, 128),
+    "backward": Tile(32, 128),
+    "down_backward": Tile(32, 128),
+    "add_parts": Tile(32, 64),
     "scale": Tile(32, 128),
     "scale_backward": Tile(64, 128),
 }
