@@ -184,7 +184,10 @@ def route_and_sum(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gates [N, E]; sums [E, D] and counts [E] of the tokens that each centre will follow."""
     settings = Routing(top_k, temperature, renormalize, member_k, unit)
-    return routing.route_and_sum(h.contiguous(), centers, queries, settings)
+    sums = h.new_empty(len(centers), h.shape[1], dtype=torch.float32)
+    counts = h.new_empty(len(centers), dtype=torch.float32)
+    gates = routing.route_and_sum(h.contiguous(), centers, queries, settings, sums.unbind(), counts.unbind())
+    return gates, sums, counts
 
 
 @route_and_sum.register_fake

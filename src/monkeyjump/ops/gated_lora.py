@@ -22,6 +22,7 @@ from monkeyjump.ops import custom, reference
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.strength import Dropout, Strengths, rank_gradients
 
+CHOICE = {"down": "op", "up": "thin", "dx": "thin", "route": "op"}
 THIN = 8  # most columns of A that the compiled path writes out as sums over single columns
 
 
@@ -114,9 +115,14 @@ def _dropout(seed: torch.Tensor | None, p: float) -> Dropout | None:
 
 
 def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        return kernels.down(x, As, dropout)
+    if CHOICE["down"] == "op":
         return custom.lora_down(x, As, *custom.plain(dropout))
-    return kernels.down(x, As, dropout)
+    wide = x.float()
+    if dropout is not None:
+        wide = wide * reference.keep_mask(x.shape, dropout.seed, dropout.p) * dropout.scale
+    return thin_product(wide, torch.cat(As).to(x.dtype))
 
 
 def _down_backward(
@@ -131,7 +137,9 @@ def _down_backward(
     dx = dA = None
     if x is not None:
         dA = custom.lora_down_backward(x, dzs, *custom.plain(dropout))
-    if dx_dtype is not None:
+    if dx_dtype is not None and CHOICE["dx"] == "op":
+        dx = custom.lora_down_input(dzs, As, *custom.plain(dropout), dx_dtype)
+    elif dx_dtype is not None:
         dx = thin_expand(torch.cat(dzs, 1), torch.cat(As), dx_dtype)
         if dropout is not None:
             dx = dx * reference.keep_mask(dx.shape, dropout.seed, dropout.p) * dropout.scale
@@ -144,6 +152,8 @@ def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength
         y = torch.empty_like(base)
         kernels.up([base], z, [B], strength, [y])
         return y
+    if CHOICE["up"] == "op":
+        return custom.lora_up(base, z, B, strength.gates[0], strength.diagonals[0], strength.scale, strength.every)
     N, C = z.shape[0], B.shape[1]
     zs = z.repeat(1, C // z.shape[1]) * strength.of(0, N, C)
     return (base + thin_expand(zs, B.T, base.dtype)).to(base.dtype)
@@ -168,3 +178,8 @@ def thin_expand(z: torch.Tensor, W: torch.Tensor, dtype: torch.dtype) -> torch.T
     for column in range(1, z.shape[1]):
         total = total + z[:, column : column + 1].float() * W[column].float()
     return total
+
+
+def thin_product(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    """x W^T for x [N, D], W [C, D], as one sum over the row for each of the few columns, in fp32."""
+    return torch.stack([(x * row.float()).sum(-1) for row in W.unbind()], -1)

@@ -121,8 +121,16 @@ def row_norms(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> tuple[t
 
 
 def keep_mask(shape: torch.Size, seed: torch.Tensor, dropout: float) -> torch.Tensor:
-    """A Bernoulli(1 - dropout) mask that a backward pass can make again from its seed instead of keeping it."""
-    return (hashed_bits(shape.numel(), seed) >= int(dropout * 2**32)).view(shape)
+    """A Bernoulli(1 - dropout) mask that a backward pass can make again from its seed instead of keeping it.
+
+    One round of mixing, where `hashed_bits` has two: a mask is made anew in every pass over x, and on a GPU the integer
+    work of two rounds takes as long as reading x. What is left of regularity is below what a mask can show.
+    """
+    low32 = 0xFFFFFFFF
+    bits = torch.arange(shape.numel(), device=seed.device, dtype=torch.int64)
+    bits = (bits * 0x9E3779B1 + seed) & low32
+    bits = ((bits ^ (bits >> 15)) * 0x85EBCA6B) & low32
+    return (bits >= int(dropout * 2**32)).view(shape)
 
 
 class SeededDropoutLinear(torch.autograd.Function):

@@ -13,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import Adapter, Gate
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.ops import dispatch
 from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
@@ -175,7 +174,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         if len(names) != 1 or torch.compiler.is_compiling():  # a compiler sees by itself who reads x
             return None
         group = self.shared.get(names[0])
-        return group.output(self, x) if group is not None and dispatch.uses_kernels(x) else None
+        return None if group is None else group.output(self, x)
 
     def _gate(self, adapter_name: str, x: torch.Tensor) -> Gate:
         """The gate of each token of x [..., 1], or None where the adapter is always on."""

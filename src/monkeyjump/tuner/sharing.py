@@ -15,6 +15,7 @@ from torch import nn
 
 from monkeyjump.adapters.base import fits_tokens
 from monkeyjump.adapters.lora import LoraAdapter
+from monkeyjump.ops import dispatch
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.layer import MonkeyJumpLayer
@@ -48,6 +49,8 @@ class SharedInput:
 
     def _make(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
         name, members = self.adapter_name, self.members
+        if not dispatch.uses_kernels(x):
+            return {}
         if not all(_plain(member.base_layer, x.dtype) and _alone(member, name) for member in members):
             return {}
         gates = [member._gate(name, x) for member in members]

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.tiles import INTERPRETED, TILES, padded, row_blocks
 from monkeyjump.ops.strength import Dropout, Strengths
 
@@ -37,11 +38,10 @@ def product(a, b):
 @triton.jit
 def dropped(tile, rows, cols, width, seed, threshold):
     """The tile with the zeros of `reference.keep_mask`: entry i of x is kept as a pure function of (seed, i)."""
-    index = rows.to(tl.int64)[:, None] * width + cols[None, :]
-    bits = index.to(tl.uint32) * 0x9E3779B1 + seed
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return tl.where((bits ^ (bits >> 16)) >= threshold, tile, 0.0)
+    start = (rows.to(tl.uint32) * width) * 0x9E3779B1 + seed  # modulo 2 ** 32, as all of it
+    bits = start[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
+    bits = (bits ^ (bits >> 15)) * 0x85EBCA6B
+    return tl.where(bits >= threshold, tile, 0.0)
 
 
 @triton.jit
@@ -181,15 +181,20 @@ def add_parts_kernel(parts, out, P, W, BP: tl.constexpr, BW: tl.constexpr):
     tl.store(out + cols, tl.sum(acc, 0), mask=cols < W)
 
 
+_down, _up, _up_backward, _down_backward, _add_parts = map(
+    Launcher, (down_kernel, up_kernel, up_backward_kernel, down_backward_kernel, add_parts_kernel)
+)
+
+
 def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
     """x [N, D], M of [R, D] -> z [N, M * R], fp32."""
     N, D = x.shape
     R = As[0].shape[0]
     z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
     tile = TILES["down"]
-    down_kernel[(row_blocks(N, tile.rows),)](
+    _down((row_blocks(N, tile.rows), 1),
         x, tuple(As), z, *_mask(dropout), N, D, R, padded(len(As) * R), tile.rows, tile.width(D),
-        num_warps=tile.warps, num_stages=tile.stages,
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return z
 
@@ -207,9 +212,9 @@ def up(
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["up"]
     width = tile.width(max(Os))
-    up_kernel[(row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os))](
+    _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
         tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os, *_numbers(strengths, z),
-        z.shape[1] // M, C, _gates(strengths), padded(C), tile.rows, width, num_warps=tile.warps,
+        z.shape[1] // M, C, _gates(strengths), padded(C), tile.rows, width, warps=tile.warps,
     )  # fmt: skip
 
 
@@ -229,8 +234,8 @@ class Parts:
         P, W = self.tensor.shape
         out = torch.empty(W, device=self.tensor.device, dtype=torch.float32)
         tile = TILES["add_parts"]
-        add_parts_kernel[(row_blocks(W, tile.columns),)](
-            self.tensor, out, P, W, min(padded(P, 1), tile.rows), tile.columns, num_warps=tile.warps
+        _add_parts((row_blocks(W, tile.columns), 1),
+            self.tensor, out, P, W, min(padded(P, 1), tile.rows), tile.columns, warps=tile.warps
         )  # fmt: skip
         return out
 
@@ -252,11 +257,11 @@ def up_backward(
     Os = tuple(B.shape[0] for B in Bs)
     ts = [torch.empty(N, C, device=z.device, dtype=torch.float32) for _ in Bs]
     tile = TILES["backward"]
-    up_backward_kernel[(parts.tensor.shape[0], M)](
+    _up_backward((parts.tensor.shape[0], M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ts), parts.tensor, Os,
         tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N, parts.tensor.shape[1],
         *_numbers(strengths, z)[2:], z.shape[1] // M, C, _gates(strengths), times_s, padded(C), parts.rows,
-        tile.width(max(Os)), num_warps=tile.warps, num_stages=tile.stages,
+        tile.width(max(Os)), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return ts
 
@@ -278,9 +283,9 @@ def down_backward(
     N, D = dzs[0].shape[0], As[0].shape[1]
     R = As[0].shape[0]
     tile = TILES["down_backward"]
-    down_backward_kernel[(parts.tensor.shape[0], row_blocks(D, tile.width(D)))](
+    _down_backward((parts.tensor.shape[0], row_blocks(D, tile.width(D))),
         x, tuple(dzs), tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
-        parts.tensor.shape[1], offset, R, padded(len(As) * R), add, parts.rows, tile.width(D), num_warps=tile.warps,
+        parts.tensor.shape[1], offset, R, padded(len(As) * R), add, parts.rows, tile.width(D), warps=tile.warps,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.tiles import padded, processors, row_blocks
 
 MOST_EXPERTS = 16
@@ -90,20 +91,25 @@ def route_kernel(h, centers, queries, gates, sums, counts, N, D, inverse_tempera
 
 
 @triton.jit
-def add_sums_kernel(parts, numbers, sums, counts, P, E, D,
+def add_sums_kernel(parts, numbers, sums, counts, P, D,
                     BP: tl.constexpr, ALL: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """The programs' sums and counts of one expert, added up."""
-    e = tl.program_id(0)
+    """The programs' sums and counts, added up, each expert's into its own tensor."""
+    E: tl.constexpr = len(sums)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
-    acc = tl.zeros((BP, BD), tl.float32)
-    for start in range(0, P, BP):
-        programs = start + tl.arange(0, BP)
-        mask = (programs < P)[:, None] & (cols < D)[None, :]
-        acc += tl.load(parts + (programs[:, None] * E + e) * D + cols[None, :], mask=mask, other=0.0)
-    tl.store(sums + e * D + cols, tl.sum(acc, 0), mask=cols < D)
-    if tl.program_id(1) == 0:
-        every = tl.arange(0, ALL)
-        tl.store(counts + e, tl.sum(tl.load(numbers + every * E + e, mask=every < P, other=0.0), 0))
+    every = tl.arange(0, ALL)
+    for e in tl.static_range(E):
+        if tl.program_id(0) == e:
+            acc = tl.zeros((BP, BD), tl.float32)
+            for start in range(0, P, BP):
+                programs = start + tl.arange(0, BP)
+                mask = (programs < P)[:, None] & (cols < D)[None, :]
+                acc += tl.load(parts + (programs[:, None] * E + e) * D + cols[None, :], mask=mask, other=0.0)
+            tl.store(sums[e] + cols, tl.sum(acc, 0), mask=cols < D)
+            if tl.program_id(1) == 0:
+                tl.store(counts[e], tl.sum(tl.load(numbers + every * E + e, mask=every < P, other=0.0), 0))
+
+
+_route, _add_sums = Launcher(route_kernel), Launcher(add_sums_kernel)
 
 
 def supported(experts: int, width: int) -> bool:
@@ -119,20 +125,24 @@ def route(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) ->
 
 
 def route_and_sum(
-    h: torch.Tensor, centers: Sequence[torch.Tensor], queries: torch.Tensor | None, routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gates [N, E], and over the tokens that are queries ([N] bool; None: all) the sums [E, D] and counts [E]."""
+    h: torch.Tensor,
+    centers: Sequence[torch.Tensor],
+    queries: torch.Tensor | None,
+    routing: Routing,
+    sums: Sequence[torch.Tensor],
+    counts: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """gates [N, E]; of the tokens that are queries ([N] bool; None: all) E sums [D] and counts [] are written."""
     N, D = h.shape
     E, P = len(centers), min(row_blocks(N, _rows(D)), PER * processors(h.device))
     gates = torch.empty(N, E, device=h.device, dtype=torch.float32)
     parts = torch.empty(P, E, D, device=h.device, dtype=torch.float32)
     numbers = torch.empty(P, E, device=h.device, dtype=torch.float32)
     _launch(P, h, centers, queries, (gates, parts, numbers), routing)
-    sums, counts = gates.new_empty(E, D), gates.new_empty(E)
-    add_sums_kernel[(E, row_blocks(D, 128))](
-        parts, numbers, sums, counts, P, E, D, min(padded(P, 1), 64), padded(P, 1), 128, num_warps=4
+    _add_sums(
+        (E, row_blocks(D, 128)), parts, numbers, tuple(sums), tuple(counts), P, D, min(padded(P, 1), 64), padded(P, 1), 128
     )  # fmt: skip
-    return gates, sums, counts
+    return gates
 
 
 def _launch(
@@ -144,10 +154,10 @@ def _launch(
     routing: Routing,
 ) -> None:
     N, D = h.shape
-    route_kernel[(programs,)](
+    _route((programs, 1),
         h, tuple(centers), queries, *outputs, N, D, 1 / routing.temperature,
         routing.top_k, routing.member_k, routing.renormalize, routing.unit,
-        padded(len(centers), 2), _rows(D), padded(D), num_warps=WARPS or (8 if D > 1024 else 4),
+        padded(len(centers), 2), _rows(D), padded(D), warps=WARPS or (8 if D > 1024 else 4),
     )  # fmt: skip
 
 

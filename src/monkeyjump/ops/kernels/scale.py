@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.kernels.tiles import TILES, row_blocks
 
@@ -63,14 +64,17 @@ def scale_backward_kernel(dy, base, offset, gate, dbase, parts, N, O, gate_strid
     tl.store(parts + block * O + outs, slope * tl.sum(wide * value * g, 0), mask=outs < O)
 
 
+_scale, _scale_backward = Launcher(scale_kernel), Launcher(scale_backward_kernel)
+
+
 def scale(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None, every: int) -> torch.Tensor:
     """base [N, O], offset [O], gate [N / every, 1] or None."""
     N, O = base.shape
     y = torch.empty_like(base)
     tile = TILES["scale"]
-    scale_kernel[(row_blocks(N, tile.rows), row_blocks(O, tile.width(O)))](
+    _scale((row_blocks(N, tile.rows), row_blocks(O, tile.width(O))),
         base, offset, gate, y, N, O, 0 if gate is None else gate.stride(0), every, degree, tile.rows, tile.width(O),
-        num_warps=tile.warps,
+        warps=tile.warps,
     )  # fmt: skip
     return y
 
@@ -83,8 +87,8 @@ def scale_backward(
     tile = TILES["scale_backward"]
     dbase = torch.empty_like(base)
     parts = Parts.of(N, O, base.device)
-    scale_backward_kernel[(parts.tensor.shape[0], row_blocks(O, tile.width(O)))](
+    _scale_backward((parts.tensor.shape[0], row_blocks(O, tile.width(O))),
         dy, base, offset, gate, dbase, parts.tensor, N, O, 0 if gate is None else gate.stride(0), every, degree,
-        parts.rows, tile.width(O), num_warps=tile.warps,
+        parts.rows, tile.width(O), warps=tile.warps,
     )  # fmt: skip
     return dbase, parts.total()

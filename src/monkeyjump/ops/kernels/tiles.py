@@ -11,6 +11,7 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined, so do we
 
 
+@functools.cache
 def padded(columns: int, least: int = 16) -> int:
     """The next power of two, at least what a matrix instruction takes."""
     return max(least, 1 << (columns - 1).bit_length())

@@ -1,0 +1,91 @@
+"""The batch of a step and how a variant is run on it. Shapes: B batch, T tokens, D hidden width."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from monkeyjump.bench.variants import Built, Workload
+from monkeyjump.errors import ConfigError
+
+
+@dataclass
+class Batch:
+    """The same tensors at every step, as a CUDA graph needs them.
+
+    The embeddings ask for a gradient in every variant, not only in the floor: what a ratio to the floor then shows is
+    the adapters alone.
+    """
+
+    embeds: torch.Tensor  # [B, T, D]
+    upstream: torch.Tensor  # [B, T, D], the gradient that arrives at the last hidden state
+    labels: torch.Tensor  # [B, T]
+
+
+def make_batch(built: Built, workload: Workload) -> Batch:
+    generator = torch.Generator(device=workload.device).manual_seed(workload.seed)
+    config = built.causal_lm.config
+    shape, device = (workload.batch, workload.tokens), workload.device
+    ids = torch.randint(config.vocab_size, shape, generator=generator, device=device)  # type: ignore[union-attr, arg-type]
+    with torch.no_grad():
+        embeds = built.decoder.embed_tokens(ids).detach().clone()
+    upstream = torch.randn(embeds.shape, generator=generator, device=device, dtype=embeds.dtype)
+    return Batch(embeds.requires_grad_(), upstream, ids)
+
+
+def run_model(built: Built, batch: Batch) -> None:
+    """Forward and backward of the causal LM and its loss."""
+    extra = {} if built.task_ids is None else {"task_ids": built.task_ids}
+    built.model(inputs_embeds=batch.embeds, labels=batch.labels, use_cache=False, **extra).loss.backward()
+
+
+def run_blocks(built: Built, batch: Batch) -> None:
+    """Forward and backward of the decoder, under a given upstream gradient; the losses of routers take part."""
+    if built.context is not None:
+        # what the hooks of the causal LM, which is not called here, would do
+        built.context.losses.clear()
+        built.context.task_ids = built.task_ids
+    ends = [built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state]
+    ends += _routing_losses(built)
+    torch.autograd.backward(ends, [batch.upstream, *(None for _ in ends[1:])])
+
+
+def _routing_losses(built: Built) -> list[torch.Tensor]:
+    from monkeyjump.tuner.auxiliary import auxiliary_loss
+
+    if built.context is None:
+        return []
+    losses = [built.context.losses.take(), auxiliary_loss(built.causal_lm) if built.context.regularized else None]
+    return [loss for loss in losses if loss is not None]
+
+
+def fused_loss_problems(device: str) -> list[str]:
+    problems = []
+    if importlib.util.find_spec("liger_kernel") is None:
+        problems.append("fused_loss needs liger-kernel, which is not installed: pip install liger-kernel.")
+    if torch.device(device).type != "cuda":
+        problems.append(f"fused_loss runs on a GPU, not on device={device!r}: leave it out.")
+    return problems
+
+
+def fuse_loss(model: Any) -> None:
+    """Let the causal LM make its loss without its logits (Liger's fused linear cross-entropy), and nothing else."""
+    from liger_kernel.transformers.monkey_patch import (
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+        _apply_liger_kernel_to_instance,
+    )
+
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"fused_loss: liger-kernel does not know models of type {kind!r}; leave it out.")
+    _apply_liger_kernel_to_instance(
+        model=model,
+        rope=False,
+        rms_norm=False,
+        swiglu=False,
+        cross_entropy=False,
+        fused_linear_cross_entropy=True,
+    )

@@ -1,0 +1,212 @@
+"""The training step: what it runs, what it counts, and that its record agrees with itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from peft import PeftModel
+
+import monkeyjump as mj
+from monkeyjump.bench import gradients, tensors
+from monkeyjump.bench.step import StepRun, StepSettings
+from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, Workload, plain_model, variant_names
+from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+]
+MODES = ("eager", "compile")
+TINY = Workload(shape="tiny", layers=4, batch=2, tokens=8, dtype="float32", device="cpu", dropout=0.0)
+EAGER = StepSettings(TINY, modes=("eager",), steps=2, warmup=1)
+SMALL = ["--shape", "tiny", "--device", "cpu", "--batch", "2", "--tokens", "8", "--steps", "3", "--warmup", "1"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    content = json.loads((folder / "record.json").read_text())
+    assert content["status"] == "finished"
+    return {(row["variant"], row["mode"]): row for row in content["metrics"]["rows"]}
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_from_the_command_line(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # compiled in both forms, with a variant that cannot work: its allocation needs four blocks
+    part = {"blocks": "model", "model": "blocks"}[scope]
+    options = [*SMALL, "--layers", "1", "--methods", "mjlora,mola", "--dropout", "0", "--check", "--scope", scope]
+    options += ["--modes", "eager,compile", "--compile", part, "--backend", "aot_eager", "--jobs", "0"]
+    assert main(["bench", "step", *options, "--output", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines() if not line.startswith("saved")) <= 80
+    assert "mola (eager, compile): ConfigError" in text
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+    rows = rows_of(tmp_path)
+    assert list(rows) == [(name, mode) for name in ("floor", "peft-lora", "mjlora", "mola") for mode in MODES]
+    for (name, mode), row in rows.items():
+        if name == "mola":
+            assert "names 4 parts of the depth" in row["error"]
+            continue
+        assert row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+        assert row["tokens_per_second"] == pytest.approx(16e3 / row["median_ms"])
+        for reference, short in ((FLOOR, "floor"), (PEFT_LORA, "peft")):
+            other = rows[reference, mode]
+            assert row[f"time_vs_{short}"] == pytest.approx(row["median_ms"] / other["median_ms"])
+            if mode == "eager":
+                assert row[f"memory_vs_{short}"] == pytest.approx(row["peak_bytes"] / other["peak_bytes"])
+                assert row["extra_bytes"] == row["peak_bytes"] - row["resident_bytes"] > 0
+        if mode == "compile":
+            assert row["compile_seconds"] > 0
+            assert row["compiled_graphs"] > 0
+            assert row["recompiled_while_timed"] == 0
+            assert row["gradient_deviation"] < 1e-5
+
+
+def test_in_processes(tmp_path: Path) -> None:
+    options = [*SMALL, "--layers", "1", "--methods", "mjlora,mola", "--alone", "--jobs", "2", "--output", str(tmp_path)]
+    assert main(["bench", "step", *options]) == 0
+    rows = rows_of(tmp_path)
+    assert rows["mjlora", "eager"]["status"] == "ok"
+    assert rows["mola", "eager"]["error_type"] == "ConfigError"
+    assert "time_vs_floor" not in rows["mjlora", "eager"]
+
+
+@pytest.mark.parametrize(
+    ("scope", "name"),
+    [
+        *(("blocks", name) for name in (PEFT_LORA, PEFT_LORA_LOW, *mj.methods.COMPARED)),
+        # the ways losses come to a step: none, of routers, of adapters, of tasks
+        *(("model", name) for name in (PEFT_LORA, "mjlora", "moelora", "mjadalora", "more")),
+    ],
+)
+def test_every_variant_gives_every_gradient(scope: str, name: str) -> None:
+    run = StepRun(name, replace(EAGER, scope=scope))
+    run.warm_up()  # raises where a gradient is missing or not finite
+    [row] = run.rows()
+    assert row["status"] == "ok", row
+    assert row["trainable"] == mj.count_parameters(run.built.model).trainable > 0
+
+
+def test_parameters_of_lora_by_hand() -> None:
+    """Rank 2 on q (64 -> 64), k and v (64 -> 32), o (64 -> 64) in four blocks."""
+    expected = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32))
+    for name in (PEFT_LORA, "lora", "mjlora"):
+        assert sum(p.numel() for p in StepRun(name, EAGER).parameters) == expected
+    wide = StepRun(PEFT_LORA, replace(EAGER, workload=replace(TINY, rank=6)))
+    assert sum(p.numel() for p in wide.parameters) == 3 * expected
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_the_floor_is_the_frozen_model(scope: str) -> None:
+    run = StepRun(FLOOR, replace(EAGER, scope=scope))
+    assert not run.parameters
+    assert not isinstance(run.built.model, PeftModel)
+    assert not any(isinstance(module, mj.tuner.layer.MonkeyJumpLayer) for module in run.built.model.modules())
+    run.step()
+    # by hand, with the mask that Transformers makes by itself
+    model = plain_model(TINY)
+    embeds = run.batch.embeds.detach().clone().requires_grad_()
+    if scope == "model":
+        model(inputs_embeds=embeds, labels=run.batch.labels).loss.backward()
+    else:
+        (model.model(inputs_embeds=embeds).last_hidden_state * run.batch.upstream).sum().backward()
+    assert run.batch.embeds.grad is not None
+    assert embeds.grad is not None
+    torch.testing.assert_close(run.batch.embeds.grad, embeds.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_routing_losses_belong_to_a_step_of_the_blocks() -> None:
+    def found(**overrides: Any) -> list[torch.Tensor]:
+        run = StepRun("moelora", replace(EAGER, workload=replace(TINY, overrides=overrides)))
+        history = []
+        for _ in range(2):
+            run.step()
+            history.append(gradients.copies([leaf.grad for leaf in run.leaves]))
+        assert gradients.deviation(*history) == 0  # nothing piles up from step to step
+        return history[0]
+
+    assert gradients.deviation(found(aux_loss_weight=10.0), found(aux_loss_weight=0.0)) > 0.01
+
+
+def test_an_optimizer_step_moves_the_parameters() -> None:
+    run = StepRun("mjlora", replace(EAGER, optimizer=True))
+    before = gradients.copies(run.parameters)
+    run.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))
+
+
+def test_a_check_sees_a_wrong_gradient() -> None:
+    a = [torch.tensor([1.0, -4.0]), torch.tensor([0.0])]
+    b = [torch.tensor([1.0, -4.1]), torch.tensor([0.0])]
+    assert gradients.deviation(a, a) == 0
+    assert gradients.deviation(b, a) == pytest.approx(0.1 / 4)
+    model = torch.nn.Linear(2, 2)
+    inputs = torch.ones(1, 2, requires_grad=True)
+    assert "3 without a gradient" in str(gradients.faulty(model, inputs))
+    model(inputs).sum().backward()
+    assert gradients.faulty(model, inputs) is None
+    assert model.weight.grad is not None
+    model.weight.grad[0, 0] = float("nan")
+    assert "1 whose gradient is not finite, e.g. weight" in str(gradients.faulty(model, inputs))
+
+
+def test_memory_of_tensors() -> None:
+    def three() -> None:
+        a = torch.zeros(1000)
+        b = a + 1
+        del a
+        b = b * 2  # both are alive while the second is made
+
+    assert tensors.peak_of(three) == 2 * 4000
+    x, w = torch.ones(8, 100, requires_grad=True), torch.ones(100, 100)
+    assert tensors.bytes_of([w, w.T, w[0], x]) == 4 * (100 * 100 + 800)
+    seen = [StepRun(name, EAGER) for name in (FLOOR, "lora_fa", "lora")]
+    peaks = [tensors.peak_of(run.step) for run in seen]
+    assert peaks[0] < peaks[1] < peaks[2]  # a frozen A keeps no input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--modes", "graph"], "needs a GPU"),
+        (["--modes", "egaer"], "must be one of eager, compile, graph"),
+        (["--check"], "needs dropout=0"),
+        (["--fused-loss", "--scope", "model"], "pip install liger-kernel"),
+        (["--fused-loss"], "needs scope='model'"),
+        (["--methods", "mjlra"], "Did you mean 'mjlora'?"),
+        (["--jobs", "-1"], "jobs=-1"),
+        (["--steps", "1"], "steps=1"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "liger" in message and torch.cuda.is_available():
+        pytest.skip("the message is for machines without it")
+    assert main(["bench", "step", *SMALL, "--jobs", "0", "--output", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_machine_without_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", "step", "--device", "cuda", "--output", str(tmp_path)]) == 2
+    assert "use --device cpu" in capsys.readouterr().err
+
+
+def test_names() -> None:
+    assert variant_names(["all"])[:3] == [FLOOR, PEFT_LORA, "lora"]
+    assert variant_names(["mjlora", "floor"], alone=True) == ["mjlora", FLOOR]
+    with pytest.raises(ConfigError, match="Known: all, floor"):
+        variant_names(["nothing"])

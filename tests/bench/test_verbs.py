@@ -1,0 +1,251 @@
+"""Generation, initialisation, ops, memory and scaling from the command line, small and on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+import monkeyjump as mj
+from monkeyjump.bench import ops, scaling
+from monkeyjump.bench.inference import InferenceRun, InferenceSettings
+from monkeyjump.bench.init import InitRun, InitSettings
+from monkeyjump.bench.variants import Workload, build, method_config
+from monkeyjump.cli.bench import KINDS
+from monkeyjump.cli.main import main
+from monkeyjump.tuner import calibrate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+SMALL = ["--device", "cpu", "--shape", "tiny", "--batch", "2", "--tokens", "8", "--jobs", "0"]
+TINY = Workload(shape="tiny", batch=2, tokens=8, dtype="float32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def bench(kind: str, folder: Path, *options: str) -> dict[str, Any]:
+    small = ["--device", "cpu"] if kind == "ops" else SMALL
+    assert main(["bench", kind, *small, "--output", str(folder), *options]) == 0
+    content = json.loads((folder / "record.json").read_text())
+    assert content["status"] == "finished"
+    assert content["kind"] == "bench"
+    return content
+
+
+def narrow(capsys: pytest.CaptureFixture[str]) -> str:
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines() if not line.startswith("saved")) <= 80
+    return text
+
+
+def test_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--methods",
+        "floor,mjlora",
+        "--alone",
+        "--layers",
+        "1",
+        "--new",
+        "5",
+        "--repeats",
+        "2",
+        "--backend",
+        "aot_eager",
+    ]
+    content = bench("inference", tmp_path, *options, "--modes", "prefill,decode,decode-compile")
+    assert "equal tokens" in narrow(capsys)
+    rows = {(row["variant"], row["mode"]): row for row in content["metrics"]["rows"]}
+    assert len(rows) == 6
+    for (_, mode), row in rows.items():
+        base = rows["base", mode]
+        assert row["time_vs_base"] == pytest.approx(row["median_ms"] / base["median_ms"])
+        count = 16 if mode == "prefill" else 2  # the whole prompt at once, then one token of each row
+        assert row["tokens_per_second"] == pytest.approx(1e3 * count / row["median_ms"])
+        if mode != "prefill":
+            assert row["equal_tokens"] == 1
+            assert row["logit_deviation"] < 1e-5
+
+
+@pytest.mark.parametrize("method", ["mjlora", "moelora"])
+def test_generation_is_that_of_transformers(method: str) -> None:
+    settings = InferenceSettings(TINY, ("decode",), new=6, repeats=1)
+    run = InferenceRun(method, settings)
+    run.warm_up()
+    assert run.reference is not None
+    expected = run.model.generate(
+        run.prompt, attention_mask=torch.ones_like(run.prompt), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(run.reference[0], expected[:, 8:])
+
+
+def test_initialisation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [row] = bench("init", tmp_path, "--keep", "40", "--repeats", "2")["metrics"]["rows"]
+    assert "total/forwards" in narrow(capsys)
+    assert (row["tokens_read"], row["tokens_kept"], row["blocks"]) == (160, 40, 2)
+    for run in row["runs"]:
+        assert 0 < run["reading"] + run["kmeans"] < run["total"]
+    seconds = row["seconds"]
+    assert row["total_over_forwards"] == pytest.approx(seconds["total"] / seconds["forwards"])
+
+
+def test_timing_an_initialisation_changes_nothing() -> None:
+    functions = calibrate.collect, calibrate.spherical_kmeans
+    run = InitRun("mjlora", InitSettings(TINY, keep=40, repeats=1))
+    list(run.rows())
+    assert (calibrate.collect, calibrate.spherical_kmeans) == functions
+    other = build("mjlora", Workload(**{**vars(TINY), "overrides": {"center_init": "kmeans"}})).model
+    mj.initialize_centers(other, run.batches, 40, seed=0, progress=False)
+    theirs = dict(other.named_buffers())
+    centers = {name: buffer for name, buffer in run.model.named_buffers() if "monkeyjump_center" in name}
+    assert len(centers) == 6
+    for name, center in centers.items():
+        assert torch.equal(center, theirs[name])
+
+
+def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "16", "--widths", "8,12", "--experts", "3,4", "--repeats", "3"]
+    rows = bench(
+        "ops", tmp_path, *sizes, "--compiled", "--backend", "eager", "--ops", "routing,routing+sums,lora+backward"
+    )["metrics"]["rows"]
+    narrow(capsys)
+    assert len(rows) == 2 * (4 + 4 + 2)  # torch and compiled; without routing, the number of experts changes nothing
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["read_ms"] == pytest.approx(1e3 * row["input_bytes"] / row["copy_bytes_per_second"])
+        assert row["over_read"] == pytest.approx(row["median_ms"] / row["read_ms"])
+    [first] = [row for row in rows if (row["variant"], row["mode"], row["D"], row["E"]) == ("routing", "torch", 8, 3)]
+    assert first["input_bytes"] == 4 * (16 * 8 + 3 * 8)
+    rest = bench("ops", tmp_path, "--tokens", "8", "--widths", "8", "--repeats", "2")["metrics"]["rows"]
+    assert {row["variant"] for row in rest if row["status"] == "ok"} == set(ops.OPS)
+    capsys.readouterr()
+    assert main(["bench", "ops", "--device", "cpu", "--tokens", "many"]) == 2
+    assert "tokens='many'" in capsys.readouterr().err
+
+
+def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = bench("memory", tmp_path, "--methods", "mjlora,mjlorafa", "--steps", "2", "--warmup", "1")
+    assert "no fused loss" in narrow(capsys) or torch.cuda.is_available()
+    rows = {row["variant"]: row for row in content["metrics"]["rows"]}
+    assert {row["loss"] for row in rows.values()} == {"logits"}
+    for row in rows.values():
+        assert row["memory_vs_peft"] == pytest.approx(row["peak_bytes"] / rows["peft-lora"]["peak_bytes"])
+        ratio = row["extra_bytes"] / rows["floor"]["extra_bytes"]
+        assert row["extra_memory_vs_floor"] == pytest.approx(ratio)
+    assert rows["floor"]["extra_bytes"] < rows["mjlorafa"]["extra_bytes"] < rows["mjlora"]["extra_bytes"]
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--methods", "mjlora", "--layers", "1", "--steps", "2", "--warmup", "1", "--batch", "4"]
+    content = bench("scaling", tmp_path, *options, "--axes", "tokens,experts")
+    narrow(capsys)
+    assert all(row["status"] == "ok" for row in content["metrics"]["rows"])
+    found = {(row["variant"], row["axis"]): row for row in content["metrics"]["exponents"]}
+    assert set(found) == {*((name, "tokens") for name in ("floor", "peft-lora", "mjlora")), ("mjlora", "experts")}
+    for (name, axis), row in found.items():
+        assert row["points"] == {"tokens": 3, "experts": 4}[axis]
+        # memory is counted, not timed: what the adapters add grows with the work, and no faster
+        assert row["memory"] < 1.02
+        if name != "floor":
+            assert 0.8 < row["memory_above_floor"] < 1.02
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    assert main(["bench", "scaling", *SMALL, "--axes", "depth", "--output", str(tmp_path)]) == 2
+    assert "axes='depth'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "values"),
+    [
+        ("floor", "rank", []),
+        ("peft-lora", "experts", []),
+        ("lora", "experts", []),  # routes nothing
+        ("moelora", "experts", [2, 4, 8, 16]),
+        ("mjlora", "experts", [2, 3, 5, 7]),
+        ("mjlora", "rank", [2, 4, 8, 16, 32]),
+        ("mjlora", "blocks", [1, 2, 4, 8]),
+        ("mjlora", "tokens", [8, 16]),
+    ],
+)
+def test_points(name: str, axis: str, values: list[int]) -> None:
+    found = scaling.points(name, Workload(**{**vars(TINY), "layers": 8}), axis)
+    assert [value for value, _ in found] == values
+    for value, workload in found:
+        config = method_config(name, workload)
+        routed = [target for target in config.target_modules if target not in (config.shared_modules or [])]
+        assert (
+            value
+            == {
+                "rank": config.r,
+                "blocks": workload.layers,
+                "tokens": workload.batch * workload.tokens,
+                "experts": config.experts if config.placement == "projection" else len(routed),
+            }[axis]
+        )
+
+
+def test_exponents() -> None:
+    assert scaling.exponent([(x, 3 * x**1.5) for x in (1, 2, 7)]) == pytest.approx(1.5)
+    assert scaling.exponent([(2, 5.0)]) is None
+    assert scaling.exponent([(1, 1.0), (2, -1.0)]) is None
+    assert scaling.exponent([(1, 1.0), (2, None)]) is None
+
+    def row(variant: str, axis: str, value: int, ms: float) -> dict[str, Any]:
+        labels = {"axis": axis, "value": value, "work": "value", "mode": "eager", "status": "ok"}
+        return {"variant": variant, **labels, "median_ms": ms, "extra_bytes": None}
+
+    rows = [row("floor", scaling.BASE, 0, 10.0)]
+    rows += [row("floor", "tokens", n, float(n)) for n in (1, 2, 4)]
+    rows += [row("mjlora", "tokens", n, n + n**2) for n in (1, 2, 4)]
+    rows += [row("mjlora", "rank", n, 10 + math.sqrt(n)) for n in (1, 2, 4)]
+    found = {(item["variant"], item["axis"]): item for item in scaling.exponents(rows)}
+    assert found["floor", "tokens"]["time"] == pytest.approx(1)
+    assert found["mjlora", "tokens"]["time_above_floor"] == pytest.approx(2)
+    assert found["mjlora", "rank"]["time_above_floor"] == pytest.approx(0.5)
+    assert found["mjlora", "rank"]["memory"] is None
+
+
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_help(kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *([kind] if kind else []), "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "usage: monkeyjump bench" in text
+
+
+def test_without_rich_and_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured at length on a bare machine: shown all the same."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    bench("step", tmp_path, "--methods", "floor", "--alone", "--layers", "1", "--steps", "2", "--modes", "eager")
+    text = narrow(capsys)
+    [line] = [line for line in text.splitlines() if line.startswith("floor ") and "1.000" in line]
+    assert line.split()[0] == "floor"
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_stopped_run_says_where_its_rows_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("monkeyjump.bench.session.run_here", stop)
+    assert main(["bench", "step", *SMALL, "--output", str(tmp_path)]) == 130
+    assert str(tmp_path) in capsys.readouterr().out
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "cancelled"
