@@ -43,9 +43,9 @@ def expected(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor
 
 def compare(h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None, how: Any) -> Found:
     """The kernels on the tokens h [N, D]; rows that are no query may hold anything, also in their gates."""
-    gates, sums, counts = kernels.route_and_sum(h, c, queries, how)
+    gates, sums, counts = routing.route_and_sum(h, c, queries, how)
     assert gates.dtype == sums.dtype == counts.dtype == torch.float32
-    assert torch.equal(kernels.route(h, c, how).nan_to_num(), gates.nan_to_num())
+    assert torch.equal(routing.route(h, c, how).nan_to_num(), gates.nan_to_num())
     gates64, sums64, counts64 = expected(h, c, queries, how)
     real = slice(None) if queries is None else queries
     torch.testing.assert_close(gates[real].double(), gates64[real], rtol=1e-5, atol=1e-6)
@@ -122,7 +122,7 @@ def test_padding_may_hold_anything(filler: float, unit: bool) -> None:
 @pytest.mark.usefixtures("poison")
 def test_no_query_at_all() -> None:
     h, c = torch.full((9, 21), math.nan, device=DEVICE), centers(3, 21)
-    _, sums, counts = kernels.route_and_sum(h, c, torch.zeros(9, dtype=torch.bool, device=DEVICE), settings())
+    _, sums, counts = routing.route_and_sum(h, c, torch.zeros(9, dtype=torch.bool, device=DEVICE), settings())
     assert sums.eq(0).all()
     assert counts.eq(0).all()
 
@@ -133,11 +133,11 @@ def test_ties_go_to_the_lower_index(top_k: int) -> None:
     h = normal(20, 16, seed=1).abs()
     tied, worse, better = h.mean(0), -h.mean(0), torch.ones(16, device=DEVICE)
     how = settings(top_k=top_k, member_k=top_k)
-    gates, _, counts = kernels.route_and_sum(h, [tied] * 5, None, how)
+    gates, _, counts = routing.route_and_sum(h, [tied] * 5, None, how)
     assert (gates > 0).nonzero()[:, 1].view(20, top_k).eq(torch.arange(top_k, device=DEVICE)).all()
     assert counts.tolist() == [20.0] * top_k + [0.0] * (5 - top_k)
     mixed = [worse, tied, better, tied, tied]
-    gates, _, _ = kernels.route_and_sum(h, mixed, None, how)
+    gates, _, _ = routing.route_and_sum(h, mixed, None, how)
     logits = reference.similarity_logits(reference.features(h, None, True), torch.stack(mixed), "cosine")
     assert torch.equal(gates > 0, reference.gates(logits, top_k, 1.0, False) > 0)
 
@@ -163,7 +163,7 @@ def test_a_center_of_zeros() -> None:
 def test_directions_alone_decide(scale: float) -> None:
     """Sinks with norms of 1e4 and more beside ordinary tokens, and centres of any length."""
     h, c = normal(24, 16, seed=1), centers(3, 16)
-    plain, _, _ = kernels.route_and_sum(h, c, None, settings())
+    plain, _, _ = routing.route_and_sum(h, c, None, settings())
     h[::2] *= scale
     scaled = [c[0] * scale, *c[1:]]
     gates, _, _ = compare(h, scaled, None, settings())
@@ -189,7 +189,7 @@ def test_counts_are_exact_for_many_tokens() -> None:
 
 def test_two_runs_give_the_same_bits() -> None:
     h, c = normal(500, 40, seed=1, dtype=torch.bfloat16), centers(2, 40)
-    for first, second in zip(*(kernels.route_and_sum(h, c, None, settings()) for _ in range(2)), strict=True):
+    for first, second in zip(*(routing.route_and_sum(h, c, None, settings()) for _ in range(2)), strict=True):
         assert torch.equal(first, second)
 
 
