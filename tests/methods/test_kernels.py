@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from monkeyjump.ops.dispatch import implementation
+from monkeyjump.tuner.trace import record_routing
 from tests.helpers import PAD, adapted, assert_same, gradients, lm_batch, padded, routing_state, tiny_llama, token_ids
 from tests.methods.common import LOUD, METHODS, batch_for, moved
 
@@ -186,3 +187,20 @@ def test_low_precision(dtype: torch.dtype) -> None:
     cut = 4 if dtype == torch.bfloat16 and DEVICE == "cpu" else 1.5  # the interpreter cuts off where a GPU rounds
     assert 0 < off["triton"] < cut * off["torch"]
     assert off["torch"] < 0.1
+
+
+@pytest.mark.parametrize("method", ["mjlora", "moe_lora_fa"])
+def test_routing_is_recorded_as_it_happened(method: str) -> None:
+    """At the first forward too: every router decides once, on its own input."""
+    found = {}
+    for choice in ("torch", "triton"):
+        model = moved(method).to(DEVICE).eval()
+        with implementation(choice), torch.no_grad(), record_routing(model) as trace:
+            model(**padded_batch(method, 0))
+        found[choice] = {
+            f"{block} {name}": torch.as_tensor(value).cpu()
+            for block in trace.blocks()
+            for name, value in {"gates": trace.gates(block), **vars(trace.load(block))}.items()
+            if name != "experts"
+        }
+    assert_same(found["triton"], found["torch"], rtol=1e-4, atol=1e-5)
