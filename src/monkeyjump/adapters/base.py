@@ -21,7 +21,9 @@ Gate = torch.Tensor | None
 
 def fits_tokens(gate: Gate, x: torch.Tensor) -> bool:
     """Whether every row of the gate is for one token of x [..., D], or for all tokens of one sequence."""
-    return gate is None or (gate.dim() == x.dim() and gate.shape[0] == x.shape[0] and gate.shape[-2] in (1, x.shape[-2]))
+    return gate is None or (
+        gate.dim() == x.dim() and gate.shape[0] == x.shape[0] and gate.shape[-2] in (1, x.shape[-2])
+    )
 
 
 class BaseLinear(Protocol):

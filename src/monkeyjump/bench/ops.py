@@ -18,11 +18,13 @@ from monkeyjump.bench import timing
 from monkeyjump.bench.jobs import Row, failure
 from monkeyjump.bench.report import Table
 from monkeyjump.errors import ConfigError
+from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
 from monkeyjump.registry import did_you_mean
 
 DROPOUT = 0.05
 TOP_K = 2
+DEGREE = 15
 ROTATED_BYTES = 2**28  # several times the largest L2 cache, so that no input is still there when its turn comes again
 
 
@@ -54,12 +56,13 @@ def hidden_and_centers(size: Size, generator: torch.Generator) -> Inputs:
 
 
 def lora_inputs(size: Size, generator: torch.Generator) -> Inputs:
-    """x [N, D] in the model's dtype, A [R, D], B [D, R] and the gates [N, 1] in fp32, the gradient of the output."""
+    """x and the base output [N, D] in the model's dtype, A [R, D], B [D, R] and gates [N, 1] in fp32, the gradient."""
     return {
         "x": _normal((size.N, size.D), size, generator, size.dtype).requires_grad_(),
         "A": _normal((size.R, size.D), size, generator).requires_grad_(),
         "B": _normal((size.D, size.R), size, generator).requires_grad_(),
         "gate": _normal((size.N, 1), size, generator).sigmoid(),
+        "base": _normal((size.N, size.D), size, generator, size.dtype),
         "grad": _normal((size.N, size.D), size, generator, size.dtype),
     }
 
@@ -89,17 +92,53 @@ def _routing_and_sums(i: Inputs) -> Any:
 
 
 def _lora(i: Inputs) -> torch.Tensor:
-    return ops.gated_lora(i["x"], i["A"], i["B"], i["gate"], DROPOUT)
+    return i["base"] + ops.gated_lora(i["x"], i["A"], i["B"], i["gate"], DROPOUT)
 
 
 def _lora_fa(i: Inputs) -> torch.Tensor:
     seed = torch.zeros((), dtype=torch.int64, device=i["x"].device)
     z = ops.SeededDropoutLinear.apply(i["x"], i["A"].detach(), seed, DROPOUT)
-    return ops.project_up(z, i["B"], i["gate"])
+    return i["base"] + ops.project_up(z, i["B"], i["gate"])
 
 
 def _scale(i: Inputs) -> torch.Tensor:
-    return ops.scale_output(i["y"], i["offset"], 15, i["gate"])
+    return i["y"] + ops.scale_output(i["y"], i["offset"], DEGREE, i["gate"])
+
+
+def _routing_settings() -> Any:
+    from monkeyjump.ops.routing import Routing
+
+    return Routing(TOP_K, 1.0, renormalize=False, member_k=TOP_K, unit=True)
+
+
+def _routing_kernel(i: Inputs) -> Any:
+    from monkeyjump.ops import routing
+
+    return routing.route(i["h"], list(i["centers"].unbind()), _routing_settings())
+
+
+def _routing_and_sums_kernel(i: Inputs) -> Any:
+    from monkeyjump.ops import routing
+
+    return routing.route_and_sum(i["h"], list(i["centers"].unbind()), None, _routing_settings())
+
+
+def _lora_kernel(i: Inputs) -> torch.Tensor:
+    from monkeyjump.ops.gated_lora import gated_lora
+
+    return gated_lora(i["base"], i["x"], i["A"], i["B"], 1.0, i["gate"], None, DROPOUT)
+
+
+def _lora_fa_kernel(i: Inputs) -> torch.Tensor:
+    from monkeyjump.ops.gated_lora import gated_lora
+
+    return gated_lora(i["base"], i["x"], i["A"].detach(), i["B"], 1.0, i["gate"], None, DROPOUT)
+
+
+def _scale_kernel(i: Inputs) -> torch.Tensor:
+    from monkeyjump.ops.propulsion import scaled
+
+    return scaled(i["y"], i["offset"], DEGREE, i["gate"])
 
 
 @dataclass(frozen=True)
@@ -119,15 +158,19 @@ class Op:
         return torch.autograd.grad(implementation(inputs), wanted, inputs["grad"])
 
 
-LORA_READS = ("x", "A", "B", "gate")
+LORA_READS = ("x", "A", "B", "gate", "base")
 # A further implementation is one more entry of its op.
 OPS = {
-    "routing": Op(hidden_and_centers, ("h", "centers"), {"torch": _routing}),
-    "routing+sums": Op(hidden_and_centers, ("h", "centers"), {"torch": _routing_and_sums}),
-    "lora": Op(lora_inputs, LORA_READS, {"torch": _lora}),
-    "lora+backward": Op(lora_inputs, (*LORA_READS, "grad"), {"torch": _lora}, ("x", "A", "B")),
-    "lora_fa+backward": Op(lora_inputs, (*LORA_READS, "grad"), {"torch": _lora_fa}, ("x", "B")),
-    "propulsion": Op(scaling_inputs, ("y", "offset", "gate"), {"torch": _scale}),
+    "routing": Op(hidden_and_centers, ("h", "centers"), {"torch": _routing, "triton": _routing_kernel}),
+    "routing+sums": Op(
+        hidden_and_centers, ("h", "centers"), {"torch": _routing_and_sums, "triton": _routing_and_sums_kernel}
+    ),
+    "lora": Op(lora_inputs, LORA_READS, {"torch": _lora, "triton": _lora_kernel}),
+    "lora+backward": Op(lora_inputs, (*LORA_READS, "grad"), {"torch": _lora, "triton": _lora_kernel}, ("x", "A", "B")),
+    "lora_fa+backward": Op(
+        lora_inputs, (*LORA_READS, "grad"), {"torch": _lora_fa, "triton": _lora_fa_kernel}, ("x", "B")
+    ),
+    "propulsion": Op(scaling_inputs, ("y", "offset", "gate"), {"torch": _scale, "triton": _scale_kernel}),
 }
 COMPILED = "compiled"  # every torch implementation, through torch.compile
 
@@ -158,6 +201,10 @@ class OpsSettings:
             raise ConfigError(problems, title="invalid bench")
 
 
+def kernels_run_on(device: str) -> bool:
+    return dispatch.has_triton() and (timing.is_cuda(device) or dispatch.interpreted())
+
+
 def copy_bandwidth(device: str, repeats: int) -> float:
     """Bytes per second, read and written together, of copying a tensor that fits in no cache."""
     source = torch.empty(2**30 if timing.is_cuda(device) else 2**26, dtype=torch.uint8, device=device).zero_()
@@ -172,6 +219,8 @@ def ops_rows(settings: OpsSettings) -> Iterator[Row]:
     for name in settings.ops:
         op = OPS[name]
         chosen = dict(op.implementations)
+        if not kernels_run_on(settings.device):
+            del chosen["triton"]
         if settings.compiled:
             chosen[COMPILED] = torch.compile(chosen["torch"], fullgraph=True, dynamic=False, backend=settings.backend)
         # only routing has experts

@@ -1,4 +1,4 @@
-"""The kernels as registered ops: one node each for torch.compile, capturable in CUDA graphs, differentiable by themselves.
+"""The kernels as registered ops: one node each for torch.compile, capturable in CUDA graphs, differentiable.
 
 A registered op cannot take a dataclass, so masks and strengths arrive here as plain tensors and numbers.
 """
@@ -165,9 +165,7 @@ def route(
 
 
 @route.register_fake
-def _(
-    h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool
-) -> torch.Tensor:
+def _(h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool) -> torch.Tensor:
     return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)
 
 

@@ -1,7 +1,7 @@
 """Torch or Triton: the one place that decides, and the switch for those who know better.
 
-`MONKEYJUMP_OPS=torch|triton|auto`, or `with implementation("torch"): ...` around the calls, which wins. `auto` takes the
-kernels on a CUDA device where they were measured to win.
+`MONKEYJUMP_OPS=torch|triton|auto`, or `with implementation("torch"): ...` around the calls, which wins. `auto` takes
+the kernels on a CUDA device.
 """
 
 from __future__ import annotations

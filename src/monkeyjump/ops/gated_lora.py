@@ -13,6 +13,7 @@ Shapes: N tokens, D and O input and output width, R rank, C columns of B, G gate
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.strength import Dropout, Strengths, rank_gradients
 
 CHOICE = {"down": "op", "up": "thin", "dx": "thin", "route": "op"}
+CHOICE.update(pair.split("=") for pair in os.environ.get("MJX", "").split(",") if pair)
 THIN = 8  # most columns of A that the compiled path writes out as sums over single columns
 
 
 def down(x: torch.Tensor, As: list[torch.Tensor], dropout: float) -> tuple[torch.Tensor, ...]:
     """z of every A, [N, R] fp32 each, with one dropout mask for all: x [..., D], A [R, D]."""
     seed = torch.randint(2**31, (), device=x.device) if dropout > 0 else None
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return tuple(_written_out(x.reshape(-1, x.shape[-1]), [A], _dropout(seed, dropout)) for A in As)
     return _Down.apply(x, seed, dropout, *As)
 
 
@@ -40,12 +44,15 @@ def up(
     gate: torch.Tensor | None = None,
     diagonal: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """base [..., O] + (z * s) B^T for z [N, R], B [O, C], gate [..., G] (or [B, 1, G]: one row for a whole sequence)."""
+    """base [..., O] + (z * s) B^T for z [N, R], B [O, C], gate [..., G], or [B, 1, G] for whole sequences."""
     every = 1
     if gate is not None:
         tokens = z.shape[0]
         gate = gate.reshape(-1, gate.shape[-1])
         every = tokens // gate.shape[0]
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        flat = base.reshape(-1, base.shape[-1])
+        return _up_written_out(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
     return _Up.apply(base, z, B, gate, diagonal, scale, every)
 
 
@@ -77,7 +84,9 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dzs: torch.Tensor) -> Any:
         flat, seed, *As = ctx.saved_tensors
-        dx, dA = _down_backward(flat, list(dzs), As, _dropout(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None)
+        dx, dA = _down_backward(
+            flat, list(dzs), As, _dropout(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None
+        )
         dAs = (None,) * len(As) if dA is None else dA.split(As[0].shape[0])
         return None if dx is None else dx.view(ctx.shape), None, None, *dAs
 
@@ -119,6 +128,10 @@ def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> t
         return kernels.down(x, As, dropout)
     if CHOICE["down"] == "op":
         return custom.lora_down(x, As, *custom.plain(dropout))
+    return _written_out(x, As, dropout)
+
+
+def _written_out(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
     wide = x.float()
     if dropout is not None:
         wide = wide * reference.keep_mask(x.shape, dropout.seed, dropout.p) * dropout.scale
@@ -154,6 +167,10 @@ def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strength
         return y
     if CHOICE["up"] == "op":
         return custom.lora_up(base, z, B, strength.gates[0], strength.diagonals[0], strength.scale, strength.every)
+    return _up_written_out(base, z, B, strength)
+
+
+def _up_written_out(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strengths) -> torch.Tensor:
     N, C = z.shape[0], B.shape[1]
     zs = z.repeat(1, C // z.shape[1]) * strength.of(0, N, C)
     return (base + thin_expand(zs, B.T, base.dtype)).to(base.dtype)
@@ -170,7 +187,7 @@ def _up_backward(
 
 
 def thin_expand(z: torch.Tensor, W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """z W for z [N, C] rounded to `dtype`, W [C, O]: with few columns a sum that fuses with its surroundings, in fp32."""
+    """z W for z [N, C] rounded to `dtype`, W [C, O]: with few columns a sum that can be fused, in fp32."""
     z, W = z.to(dtype), W.to(dtype)
     if z.shape[1] > THIN:
         return F.linear(z, W.T)
@@ -182,4 +199,6 @@ def thin_expand(z: torch.Tensor, W: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 def thin_product(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
     """x W^T for x [N, D], W [C, D], as one sum over the row for each of the few columns, in fp32."""
+    if W.shape[0] > THIN:
+        return F.linear(x.to(W.dtype), W).float()
     return torch.stack([(x * row.float()).sum(-1) for row in W.unbind()], -1)

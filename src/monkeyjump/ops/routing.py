@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from monkeyjump.ops import custom
-from monkeyjump.ops.kernels import route as kernels
+from monkeyjump.ops import custom, reference
 from monkeyjump.ops.gated_lora import CHOICE, thin_product
+from monkeyjump.ops.kernels import route as kernels
 from monkeyjump.ops.kernels.route import Routing, supported
-from monkeyjump.ops import reference
 
 __all__ = ["Routing", "route", "route_and_sum", "supported"]
 
@@ -19,12 +18,9 @@ __all__ = ["Routing", "route", "route_and_sum", "supported"]
 def route(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> torch.Tensor:
     """Gates [B, T, E] of h [B, T, D], fp32."""
     flat = h.reshape(-1, h.shape[-1])
-    if torch.compiler.is_compiling() and CHOICE["route"] == "thin":
-        return _thin_gates(h, centers, routing)[0]
     if torch.compiler.is_compiling():
-        gates = custom.route(flat, centers, routing.top_k, routing.temperature, routing.renormalize)
-    else:
-        gates = kernels.route(flat, centers, routing)
+        return _thin_gates(h, centers, routing)[0]
+    gates = kernels.route(flat, centers, routing)
     return gates.view(*h.shape[:-1], len(centers))
 
 

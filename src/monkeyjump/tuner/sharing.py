@@ -82,7 +82,7 @@ class SharedInput:
 
 
 def _plain(base: nn.Module, dtype: torch.dtype) -> bool:
-    """A frozen `nn.Linear` that nobody has hooked into or replaced the forward of (quantised, sharded, offloaded ones)."""
+    """A frozen `nn.Linear` whose forward nobody hooked into or replaced, as quantising, sharding, offloading do."""
     if type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base):
         return False
     return base.weight.dtype == dtype and not base.weight.requires_grad

@@ -56,7 +56,9 @@ def route_kernel(h, centers, queries, gates, sums, counts, N, D, inverse_tempera
     for start in range(program * BN, N, tl.num_programs(0) * BN):
         rows = start + tl.arange(0, BN)
         real = rows < N
-        tile = tl.load(h + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=real[:, None] & width[None, :], other=0.0)
+        tile = tl.load(
+            h + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=real[:, None] & width[None, :], other=0.0
+        )
         tile = tile.to(tl.float32)
         norm = tl.maximum(tl.sqrt(tl.sum(tile * tile, 1)), 1e-12)
         logits = tl.full((BN, EP), -1e30, tl.float32)
@@ -140,7 +142,8 @@ def route_and_sum(
     numbers = torch.empty(P, E, device=h.device, dtype=torch.float32)
     _launch(P, h, centers, queries, (gates, parts, numbers), routing)
     _add_sums(
-        (E, row_blocks(D, 128)), parts, numbers, tuple(sums), tuple(counts), P, D, min(padded(P, 1), 64), padded(P, 1), 128
+        (E, row_blocks(D, 128)), parts, numbers, tuple(sums), tuple(counts), P, D,
+        min(padded(P, 1), 64), padded(P, 1), 128,
     )  # fmt: skip
     return gates
 
