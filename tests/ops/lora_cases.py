@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,9 +142,20 @@ CASES = {
     # almost nothing is left
     "high dropout": Case(N=13, D=41, R=1, dropout=0.9),
 }
-LOW = ("past every tile", "three with shared A's", "dropout")
-ALL = [pytest.param(case, id=name) for name, case in CASES.items()] + [
-    pytest.param(replace(CASES[name], dtype=dtype), id=f"{name}, {str(dtype).removeprefix('torch.')}")
-    for name in LOW
-    for dtype in (torch.float16, torch.bfloat16)
-]
+IN_LOW_PRECISION = ("past every tile", "three with shared A's", "dropout")
+OF_X_ALONE = ("dropout", "high dropout")  # the input's
+OF_STRENGTH = ("shared A", "shared A, no gate", "mixture", "sequence gate", "sequence mixture", "diagonal")
+
+
+def cases(without: tuple[str, ...]) -> list[Any]:
+    """Every case in fp32 and some in low precision, without those that look at another kernel."""
+    found = [pytest.param(case, id=name) for name, case in CASES.items() if name not in without]
+    for name in IN_LOW_PRECISION:
+        if name not in without:
+            for dtype in (torch.float16, torch.bfloat16):
+                found.append(pytest.param(replace(CASES[name], dtype=dtype), id=f"{name}, {dtype}"))
+    return found
+
+
+OF_DOWN = cases(without=OF_STRENGTH)
+OF_UP = cases(without=OF_X_ALONE)
