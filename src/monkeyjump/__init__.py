@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.allocation import allocate_ranks
     from monkeyjump.tuner.calibrate import initialize_centers
     from monkeyjump.tuner.count import count_parameters
+    from monkeyjump.tuner.projection import project_gradients
     from monkeyjump.tuner.route_existing import route
     from monkeyjump.tuner.trace import record_routing
 
@@ -29,6 +30,7 @@ __all__ = [
     "count_parameters",
     "initialize_centers",
     "methods",
+    "project_gradients",
     "record_routing",
     "route",
 ]
@@ -41,6 +43,7 @@ _HOMES = {
     "count_parameters": "tuner.count",
     "initialize_centers": "tuner.calibrate",
     "methods": "methods",
+    "project_gradients": "tuner.projection",
     "record_routing": "tuner.trace",
     "route": "tuner.route_existing",
 }

@@ -83,7 +83,12 @@ class MonkeyJumpConfig(PeftConfig):
         "too; 1 keeps the strength of an adapter trained without gates. None leaves them as they come.",
         None,
     )
-    jitter: float = _help("Standard deviation of Gaussian noise on the routing logits, in training only.", 0.0)
+    jitter: float = _help("Size of the noise on routing, in training only; see noise.", 0.0)
+    noise: str = _help(
+        "What jitter is: gaussian, the standard deviation of noise added to the logits; for learned routers also "
+        "logit_mul and input_mul, logits or the router's input (MixLoRA) times a number in 1 - jitter .. 1 + jitter.",
+        "gaussian",
+    )
     granularity: str = _help(f"Who decides: {', '.join(GRANULARITIES)}.", "token")
     sequence_token: str = _help(
         f"granularity='sequence': the state that decides, one of {', '.join(SEQUENCE_TOKENS)}.", "prompt"
@@ -126,6 +131,11 @@ class MonkeyJumpConfig(PeftConfig):
         "placement='projection', learned routers: one per projection, or one per block on the block's input.",
         "projection",
     )
+    router_input: str = _help(
+        "Learned router of a whole block: block, it reads the state that enters the block; norm, that state after the "
+        "block's first norm (as MoA's Transformers code has it).",
+        "block",
+    )
     router_init: str = _help("Learned routers: normal (std 0.02) or kaiming (uniform, a = sqrt 5).", "normal")
     router_hidden: str | None = _help("router='sigmoid': None is linear with bias; swiglu has a layer of 4 E.", None)
     threshold: float | None = _help(
@@ -162,6 +172,11 @@ class MonkeyJumpConfig(PeftConfig):
         "(prompt), or the first token (the authors' code).",
         "mean",
     )
+    project_gradient: bool = _help(
+        "LoRA-FA: train B by the step whose change of the weight is nearest to the full gradient (PEFT's LoRA-FA "
+        "optimizer): its gradient becomes g (A A^T)^-1 / scale^2.",
+        False,
+    )
     modules_to_save: list[str] | None = _help("Further modules to train and save whole, e.g. a new head.", None)
     target_r: int | None = _help("AdaLoRA: average rank after allocation; None or r = no allocation.", None)
     tinit: int = _help("AdaLoRA: optimiser steps before the rank budget starts to shrink.", 0)
@@ -170,6 +185,11 @@ class MonkeyJumpConfig(PeftConfig):
     beta1: float = _help("AdaLoRA: smoothing of the sensitivity.", 0.85)
     beta2: float = _help("AdaLoRA: smoothing of its uncertainty.", 0.85)
     total_step: int | None = _help("AdaLoRA: optimiser steps of the whole training; needed when target_r < r.", None)
+    score_per_token: bool = _help(
+        "AdaLoRA with several experts: score a rank by its diagonal entry's sensitivity per token that reached the "
+        "expert, so that no expert loses its ranks for being rarely used.",
+        False,
+    )
     orth_reg_weight: float = _help("AdaLoRA: weight of the orthogonality loss.", 0.5)
 
     def __post_init__(self) -> None:

@@ -16,6 +16,8 @@ LEARNED_ROUTERS = ("linear", "sigmoid")
 ROUTERS = ("centroid", "uniform", "shuffled", *LEARNED_ROUTERS)
 PLACEMENTS = ("block", "projection", "ffn", "nested")
 ROUTER_SCOPES = ("projection", "block")
+NOISES = ("gaussian", "logit_mul", "input_mul")
+ROUTER_INPUTS = ("block", "norm")
 ROUTER_INITS = ("normal", "kaiming")
 ROUTER_HIDDENS = (None, "swiglu")
 THRESHOLD_GRADS = ("none", "ste", "subtract")
@@ -48,6 +50,7 @@ def _choice_problems(config: MonkeyJumpConfig) -> list[str]:
     choices = {
         "router": ROUTERS,
         "similarity": SIMILARITIES,
+        "noise": NOISES,
         "granularity": GRANULARITIES,
         "sequence_token": SEQUENCE_TOKENS,
         "route_space": ROUTE_SPACES,
@@ -56,6 +59,7 @@ def _choice_problems(config: MonkeyJumpConfig) -> list[str]:
         "ema_space": EMA_SPACES,
         "placement": PLACEMENTS,
         "router_scope": ROUTER_SCOPES,
+        "router_input": ROUTER_INPUTS,
         "router_init": ROUTER_INITS,
         "router_hidden": ROUTER_HIDDENS,
         "threshold_grad": THRESHOLD_GRADS,
@@ -248,6 +252,10 @@ def _router_problems(config: MonkeyJumpConfig) -> list[str]:
         )
     if config.router != "sigmoid" and (config.router_hidden is not None or config.threshold is not None):
         found.append("router_hidden and threshold belong to router='sigmoid' (MoA): set it, or drop them.")
+    if config.noise != "gaussian" and not config.learns_router:
+        found.append(
+            f"noise={config.noise!r} is for learned routers: a factor on cosines does nothing near 0; use 'gaussian'."
+        )
     if config.threshold is not None and (not _is_number(config.threshold) or not 0 < config.threshold <= 1):
         found.append(
             f"threshold={config.threshold!r} must be in (0, 1], or None for soft gates: MoA's authors use 0.5."

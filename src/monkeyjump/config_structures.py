@@ -24,6 +24,23 @@ def structure_problems(config: MonkeyJumpConfig, learned_routers: tuple[str, ...
         )
     elif extras and config.layers_to_route == []:
         found.append(f"extra_experts={extras} have no router with layers_to_route=[]: drop one of the two.")
+    many = config.placement in ("projection", "ffn") and config.router in learned_routers
+    if config.score_per_token and not (many and config.adapter == "adalora"):
+        found.append(
+            f"score_per_token=True compares the experts of a mixture of AdaLoRA adapters under a learned router, not "
+            f"adapter={config.adapter!r} with placement={config.placement!r} and router={config.router!r}: drop it."
+        )
+    if config.project_gradient and config.adapter != "lora_fa":
+        found.append(
+            f"project_gradient=True needs a frozen A, which adapter={config.adapter!r} has not: use adapter='lora_fa', "
+            "or drop it."
+        )
+    per_block = config.placement == "block" or (config.placement == "projection" and config.router_scope == "block")
+    if config.router_input == "norm" and not (per_block and config.router in learned_routers):
+        found.append(
+            f"router_input='norm' is for a learned router that a whole block has, not for router={config.router!r}, "
+            f"placement={config.placement!r}, router_scope={config.router_scope!r}: drop it."
+        )
     if config.placement == "ffn" and config.router == "sigmoid":
         found.append(
             "router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "

@@ -9,6 +9,28 @@ from torch import nn
 
 from tests.helpers import lm_batch, token_ids
 
+HOOKS = [
+    name
+    for name in vars(nn.Module())
+    if name.endswith("hooks") or name.endswith("hooks_with_kwargs") or name.endswith("hooks_always_called")
+]
+
+
+def anatomy(model: nn.Module) -> dict[str, tuple]:
+    """Everything about every module that an adapter could have changed."""
+    return {
+        path: (
+            type(module),
+            sorted(vars(module)),
+            sorted(module._parameters),
+            sorted(module._buffers),
+            sorted(module._modules),
+            {name: len(getattr(module, name)) for name in HOOKS},
+            module.training,
+        )
+        for path, module in model.named_modules()
+    }
+
 
 def state_of(model: nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
     """A copy of everything that belongs to an adapter: weights, centres, staged statistics, counters."""

@@ -7,12 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from torch import nn
 
 import monkeyjump as mj
-from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.model import MonkeyJumpModel
-from tests.contract.common import centers_of, logits, state_of, train
+from tests.contract.common import HOOKS, anatomy, centers_of, logits, state_of, train
 from tests.helpers import (
     ADAPTER_NAMES,
     SHARED,
@@ -26,28 +24,6 @@ from tests.helpers import (
 )
 
 pytestmark = pytest.mark.parametrize("adapter", ADAPTER_NAMES)
-
-HOOKS = [
-    name
-    for name in vars(nn.Module())
-    if name.endswith("hooks") or name.endswith("hooks_with_kwargs") or name.endswith("hooks_always_called")
-]
-
-
-def anatomy(model: nn.Module) -> dict[str, tuple]:
-    """Everything about every module that an adapter could have changed."""
-    return {
-        path: (
-            type(module),
-            sorted(vars(module)),
-            sorted(module._parameters),
-            sorted(module._buffers),
-            sorted(module._modules),
-            {name: len(getattr(module, name)) for name in HOOKS},
-            module.training,
-        )
-        for path, module in model.named_modules()
-    }
 
 
 def pair(adapter: str) -> PeftModel:
@@ -261,69 +237,6 @@ def test_unload_leaves_nothing_behind(adapter: str) -> None:
     assert not any(getattr(model, name) for name in HOOKS)
     again = adapted(bare, adapter=adapter).eval()
     assert torch.equal(logits(again), logits(adapted(adapter=adapter).eval()))
-
-
-def test_merging_a_routed_adapter_is_refused(adapter: str) -> None:
-    model = adapted(adapter=adapter).eval()
-    before, expected = {k: v.clone() for k, v in model.state_dict().items()}, logits(model)
-    for attempt in (model.merge_adapter, model.merge_and_unload, model.base_model.merge_adapter):
-        with pytest.raises(ValueError, match="routed"):
-            attempt()
-        assert_same(model.state_dict(), before)
-        assert not any(layer.merged for layer in layers_of(model).values())
-    assert torch.equal(logits(model), expected)
-
-
-@pytest.mark.parametrize("safe_merge", [False, True])
-def test_always_on_adapters_merge(adapter: str, safe_merge: bool) -> None:
-    model = adapted(adapter=adapter, layers_to_route=[]).eval()
-    expected, base = logits(model), logits(tiny_llama())
-    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.detach().clone()
-    model.merge_adapter(safe_merge=safe_merge)
-    merged = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
-    assert not torch.equal(merged, weight)
-    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    model.unmerge_adapter()
-    torch.testing.assert_close(merged.detach(), weight, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-    model.merge_adapter()
-    with model.disable_adapter():
-        torch.testing.assert_close(logits(model), base, rtol=1e-4, atol=1e-4)
-    bare = model.merge_and_unload()
-    assert not any(isinstance(module, MonkeyJumpLayer) for module in bare.modules())
-    assert anatomy(bare) == anatomy(tiny_llama())
-    torch.testing.assert_close(logits(bare), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_merge_twice_is_once(adapter: str) -> None:
-    model = adapted(adapter=adapter, layers_to_route=[]).eval()
-    model.merge_adapter()
-    once = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.warns(UserWarning, match="[Aa]lready merged|already been merged"):
-        model.merge_adapter()
-    assert_same(model.state_dict(), once)
-
-
-def test_safe_merge_refuses_nan(adapter: str) -> None:
-    model = adapted(adapter=adapter, layers_to_route=[]).eval()
-    before = model.base_model.model.model.layers[1].mlp.gate_proj.base_layer.weight.detach().clone()
-    with torch.no_grad():
-        next(model.base_model.model.model.layers[1].mlp.gate_proj.monkeyjump_adapter.parameters()).fill_(torch.nan)
-    with pytest.raises(ValueError, match="NaN"):
-        model.merge_and_unload(safe_merge=True)
-    assert torch.equal(model.base_model.model.model.layers[1].mlp.gate_proj.base_layer.weight, before)
-
-
-def test_routed_beside_always_on_merges_only_the_latter(adapter: str) -> None:
-    model = adapted(adapter=adapter)
-    model.add_adapter("fixed", mj_config(adapter=adapter, layers_to_route=[]))
-    disturb(model, seed=3)
-    model.set_adapter("fixed")
-    model.eval()
-    expected = logits(model)
-    with pytest.raises(ValueError, match="routed"):
-        model.merge_adapter(adapter_names=["default"])
-    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["fixed"])), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_names_of_tensors_are_no_adapter_names(adapter: str) -> None:

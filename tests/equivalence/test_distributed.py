@@ -14,6 +14,10 @@ import monkeyjump as mj
 from tests.helpers import adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
 
 STEPS = 4
+ADALORA: dict[str, Any] = {
+    **{"adapter": "adalora", "r": 2, "target_r": 1, "total_step": STEPS},
+    **{"placement": "projection", "router": "linear", "shared_modules": None},
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"broadcast_buffers": True},
     "buffers left alone": {"broadcast_buffers": False},
@@ -22,13 +26,15 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence": {"broadcast_buffers": False, "granularity": "sequence"},
     "lora_fa, top1": {"broadcast_buffers": True, "adapter": "lora_fa", "ema_assign": "top1", "top_k": 1},
     "two micro-batches": {"broadcast_buffers": True, "accumulate": 2},
+    "adalora experts": {"broadcast_buffers": True, "accumulate": 2, "score_per_token": True, **ADALORA},
+    "adalora experts, buffers left alone": {"broadcast_buffers": False, "score_per_token": True, **ADALORA},
 }
-OURS = ("granularity", "adapter", "ema_assign", "top_k")
+NOT_OURS = ("broadcast_buffers", "use_reentrant", "accumulate")
 
 
 def build(case: str) -> Any:
     settings = CASES[case]
-    model = adapted(tiny_llama(2), ema_interval=1, **{k: v for k, v in settings.items() if k in OURS})
+    model = adapted(tiny_llama(2), ema_interval=1, **{k: v for k, v in settings.items() if k not in NOT_OURS})
     if "use_reentrant" in settings:
         model.gradient_checkpointing_enable({"use_reentrant": settings["use_reentrant"]})
         model.enable_input_require_grads()
@@ -51,8 +57,10 @@ def train(model: Any, inner: Any, case: str, rows: slice) -> dict[str, dict[str,
         if (step + 1) % accumulate == 0:
             grads = gradients(inner)
             optimizer.step()
+            mj.allocate_ranks(inner)
             optimizer.zero_grad()
-    return {"gradients": grads, "routing": routing_state(inner)}
+    scores = {name: buffer.clone() for name, buffer in inner.named_buffers() if "sensitivity" in name}
+    return {"gradients": grads, "routing": routing_state(inner), "scores": scores}
 
 
 def worker(rank: int, port: int, folder: str) -> None:
@@ -78,11 +86,14 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    for case in CASES:
+    for case, settings in CASES.items():
         model = build(case)
         alone = train(model, model, case, slice(0, 4))
         assert_same(one[case]["routing"], two[case]["routing"])  # bit for bit: nothing may drift apart
         assert_same(one[case]["gradients"], two[case]["gradients"])
+        assert_same(one[case]["scores"], two[case]["scores"])
+        assert bool(alone["scores"]) is ("target_r" in settings)
         assert_same(alone["routing"], one[case]["routing"], rtol=1e-4, atol=1e-5)
         assert_same(alone["gradients"], one[case]["gradients"], rtol=1e-3, atol=1e-5)
+        assert_same(alone["scores"], one[case]["scores"], rtol=1e-2, atol=1e-7)
     assert_same(one["kmeans"], two["kmeans"])

@@ -1,4 +1,4 @@
-"""MixLoRA: a mixture of whole feed-forwards. The hooked form against a plain loop over experts, and every promise."""
+"""MixLoRA, a mixture of whole feed-forwards: its size, its balance loss, every promise, and bad input."""
 
 from __future__ import annotations
 
@@ -9,46 +9,23 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import BertConfig, BertModel, GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, GenerationConfig
 
 import monkeyjump as mj
-from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.tuner.ffn import FeedForwardExperts
 from tests.helpers import PAD, assert_same, disturb, gradients, layers_of, lm_batch, padded, tiny_llama, token_ids, wrap
+from tests.methods.structures import (
+    EXPERTS,
+    FFN,
+    K,
+    adapted_mixlora,
+    disturb_all,
+    feed_forwards,
+    mixlora,
+    routers,
+    spread_routers,
+)
 from tests.tuner.test_count import ATTENTION, qwen2_half_billion
-
-EXPERTS, K = 4, 2
-FFN = ["gate_proj", "up_proj", "down_proj"]
-SUBSETS = [FFN, ["gate_proj"], ["down_proj"], ["up_proj", "down_proj"]]
-
-
-def mixlora(**changes: Any) -> mj.MonkeyJumpConfig:
-    return mj.methods.build("mixlora", **{"r": 2, "alpha": 4.0, "dropout": 0.0, "experts": EXPERTS, **changes})
-
-
-def routers(model: torch.nn.Module) -> dict[str, LearnedRouter]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, LearnedRouter)}
-
-
-@torch.no_grad()
-def spread(model: torch.nn.Module, seed: int = 3) -> None:
-    for path, router in sorted(routers(model).items()):
-        generator = torch.Generator().manual_seed(seed + sum(map(ord, path)))
-        router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
-
-
-def adapted_mixlora(base: Any = None, **changes: Any) -> PeftModel:
-    model = wrap(base if base is not None else tiny_llama(), mixlora(**changes))
-    disturb_all(model)
-    return model
-
-
-def disturb_all(model: torch.nn.Module) -> None:
-    disturb(model)
-    spread(model)
-
-
-# --- counts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,117 +44,6 @@ def test_the_two_layouts() -> None:
     assert (published.placement, published.experts, published.renormalize) == ("ffn", 8, True)
     assert matched.placement == "projection"
     assert matched.experts == 4
-
-
-# --- the same thing as a loop ----------------------------------------------------------------------------------------
-
-
-def delta(layer: Any, x: torch.Tensor, expert: int, config: mj.MonkeyJumpConfig) -> torch.Tensor:
-    """What expert `expert` adds to one projection, or nothing where the projection is not adapted."""
-    adapter = getattr(layer, "monkeyjump_adapter", {"default": None})["default"]
-    if adapter is None:
-        return torch.zeros(())
-    ranks = slice(expert * config.r, (expert + 1) * config.r)
-    return config.alpha / config.r * (x @ adapter.A[ranks].T) @ adapter.B[:, ranks].T
-
-
-def base(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    return getattr(layer, "base_layer", layer)(x)
-
-
-def loop(mlp: Any, router: LearnedRouter, config: mj.MonkeyJumpConfig, x: torch.Tensor, gated: bool) -> torch.Tensor:
-    """Route, then run every expert on every token as its own feed-forward, and sum what was chosen."""
-    p = torch.softmax(x @ router.weight.T, -1)
-    top = p.topk(config.top_k or EXPERTS, dim=-1)
-    weights = torch.zeros_like(p).scatter(-1, top.indices, top.values / top.values.sum(-1, keepdim=True))
-    y = torch.zeros_like(x)
-    for n in range(EXPERTS):
-        if gated:
-            gate = base(mlp.gate_proj, x) + delta(mlp.gate_proj, x, n, config)
-            hidden = mlp.act_fn(gate) * (base(mlp.up_proj, x) + delta(mlp.up_proj, x, n, config))
-            out = base(mlp.down_proj, hidden) + delta(mlp.down_proj, hidden, n, config)
-        else:
-            hidden = mlp.act(base(mlp.c_fc, x) + delta(mlp.c_fc, x, n, config))
-            out = base(mlp.c_proj, hidden) + delta(mlp.c_proj, hidden, n, config)
-        y = y + weights[..., n : n + 1] * out
-    return y
-
-
-def feed_forwards(model: torch.nn.Module) -> list[Any]:
-    return [m for path, m in model.named_modules() if path.endswith(".mlp")]
-
-
-def looped_copy(model: PeftModel, gated: bool) -> PeftModel:
-    """A deep copy whose feed-forwards are the loop above."""
-    other = copy.deepcopy(model)
-    config = other.peft_config["default"]
-    assert isinstance(config, mj.MonkeyJumpConfig)
-    for mlp in feed_forwards(other):
-        (router,) = routers(mlp).values()
-        mlp._forward_hooks.clear()
-        mlp._forward_pre_hooks.clear()
-
-        def forward(x: torch.Tensor, mlp: Any = mlp, router: LearnedRouter = router) -> torch.Tensor:
-            return loop(mlp, router, config, x, gated)
-
-        mlp.forward = forward
-    return other
-
-
-def compare(model: PeftModel, gated: bool) -> None:
-    model = model.double()
-    other = looped_copy(model, gated)
-    batch = lm_batch()
-    found, expected = model.train()(**batch), other.train()(**batch)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-9)
-    found.loss.backward()
-    expected.loss.backward()
-    assert_same(gradients(model), gradients(other), rtol=1e-8, atol=1e-10)
-    assert all(r.weight.grad is not None and r.weight.grad.abs().sum() > 0 for r in routers(model).values())
-
-
-@pytest.mark.parametrize("ffn", SUBSETS, ids="+".join)
-def test_equals_a_loop_over_experts(ffn: list[str]) -> None:
-    compare(adapted_mixlora(target_modules=["q_proj", "v_proj", *ffn], aux_loss_weight=0.0), gated=True)
-
-
-@pytest.mark.parametrize("top_k", [1, 3, None])
-def test_equals_a_loop_for_other_top_k(top_k: int | None) -> None:
-    model = adapted_mixlora(top_k=top_k, aux_loss_weight=0.0)
-    other = looped_copy(model, gated=True)
-    batch = lm_batch()
-    torch.testing.assert_close(model(**batch).logits, other(**batch).logits, rtol=1e-4, atol=1e-4)
-
-
-def tiny_gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2, bos_token_id=None,
-        eos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).eval()
-
-
-def test_a_feed_forward_without_a_gate() -> None:
-    """GPT-2: c_fc and c_proj are Conv1D, and the attention has a c_proj too, which stays plain."""
-    model = adapted_mixlora(tiny_gpt2(), target_modules=["c_attn", "c_proj", "c_fc"], aux_loss_weight=0.0)
-    plain = [path for path, layer in layers_of(model).items() if "default" not in layer.routers]
-    assert sorted({path.rpartition("h.")[2][2:] for path in plain}) == ["attn.c_attn", "attn.c_proj"]
-    compare(model, gated=False)
-
-
-def test_the_frozen_gate_and_up_projections_run_once_per_token() -> None:
-    model = adapted_mixlora().eval()
-    rows: dict[str, int] = {}
-    for path, layer in layers_of(model).items():
-        layer.base_layer.register_forward_hook(
-            lambda _, args, out, path=path: rows.__setitem__(path.rpartition(".")[2], args[0].shape[0])
-        )
-    model(**lm_batch(3))
-    assert (rows["gate_proj"], rows["up_proj"], rows["down_proj"]) == (3, 3, 3 * K)
-
-
-# --- promises --------------------------------------------------------------------------------------------------------
 
 
 def test_identity_at_the_start() -> None:
@@ -287,7 +153,7 @@ def test_deepcopy_and_unload_leave_nothing_behind() -> None:
     owners = {id(h.__self__) for h in hooks_of(other) if isinstance(getattr(h, "__self__", None), FeedForwardExperts)}
     assert owners
     assert not owners & {id(getattr(h, "__self__", None)) for h in hooks_of(model)}
-    spread(other, seed=50)
+    spread_routers(other, seed=50)
     assert not torch.equal(other(**batch).logits, expected)
     assert torch.equal(model(**batch).logits, expected)
     plain = model.unload()
@@ -328,9 +194,6 @@ def test_half_precision() -> None:
     assert out.logits.dtype == torch.bfloat16
     out.loss.backward()
     assert {g.dtype for g in gradients(model).values()} == {torch.float32}
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_bad_settings() -> None:

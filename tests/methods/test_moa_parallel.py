@@ -16,31 +16,12 @@ from transformers import BertConfig, BertModel, GenerationConfig
 import monkeyjump as mj
 from monkeyjump.adapters.parallel import ParallelBottleneck
 from monkeyjump.adapters.prompt import AttentionPrompt
-from tests.helpers import PAD, assert_same, disturb, gradients, lm_batch, padded, tiny_llama, token_ids, wrap
+from tests.helpers import PAD, assert_same, gradients, lm_batch, padded, tiny_llama, token_ids, wrap
+from tests.methods.structures import adapted_moa, moa, parts
 from tests.tuner.test_count import ATTENTION, qwen2_half_billion
 
 KINDS = [["parallel"], ["prompt"], ["parallel", "prompt"], ["prompt", "parallel"]]
 IDS = ["+".join(kinds) for kinds in KINDS]
-
-
-def moa(**changes: Any) -> mj.MonkeyJumpConfig:
-    return mj.methods.build("moa", **{"r": 2, "alpha": 4.0, "dropout": 0.0, **changes})
-
-
-@torch.no_grad()
-def adapted_moa(base: Any = None, seed: int = 5, **changes: Any) -> PeftModel:
-    model = wrap(base if base is not None else tiny_llama(), moa(**changes))
-    disturb(model, seed)
-    for path, module in model.named_modules():
-        if isinstance(module, (ParallelBottleneck, AttentionPrompt)) or path.endswith("monkeyjump_router.default"):
-            for name, parameter in sorted(module.named_parameters()):
-                generator = torch.Generator().manual_seed(seed + sum(map(ord, path + name)))
-                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def parts(model: torch.nn.Module, kind: type) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def test_golden_counts() -> None:

@@ -12,9 +12,7 @@ import torch._dynamo
 from peft import PeftModel
 
 from tests.helpers import assert_same, gradients, lm_batch, tiny_llama
-from tests.methods.test_mixlora import adapted_mixlora
-from tests.methods.test_moa_parallel import adapted_moa
-from tests.methods.test_more import adapted_more
+from tests.methods.structures import adapted_mixlora, adapted_moa, adapted_more
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

@@ -9,9 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import lm_batch, tiny_llama, wrap
-from tests.methods.test_mixlora import mixlora
-from tests.methods.test_moa_parallel import moa
-from tests.methods.test_more import more
+from tests.methods.structures import mixlora, moa, more
 
 LOOKS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique", "equal")
 CONFIGS = {"mixlora": mixlora(aux_loss_weight=0.1), "moa": moa(), "more": more(contrastive_weight=0.1)}

@@ -1,10 +1,11 @@
 # PEFT and Transformers type their models as unions of tensors and modules; tests look inside.
 # mypy: disable-error-code="arg-type, attr-defined, union-attr"
-"""Learned methods under Transformers' Trainer and PEFT's other ways in: logs, resume, copies, names."""
+"""Every method under Transformers' Trainer; learned ones through PEFT's other ways in: logs, copies, names."""
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,27 +19,60 @@ import monkeyjump as mj
 from tests.contract.common import state_of
 from tests.contract.trainer_runs import arguments, callback, rows
 from tests.helpers import assert_same, lm_batch, tiny_llama
-from tests.methods.common import LAYERS, fresh, moved
+from tests.methods.common import CASES, LAYERS, base_of, batch_for, fresh, moved
 
 LEARNED = ["moelora", "hydralora", "mola", "moa", "moe_lora_fa", "moe_propulsion"]
 BALANCED = ["moelora", "mixlora", "moe_adalora"]
+STEPS = 3
+BUDGET: dict[str, Any] = {"r": 4, "target_r": 2, "total_step": STEPS}  # ranks are taken away on the way
+OWN: dict[str, dict[str, Any]] = {
+    **{name: {"center_init": "kmeans"} for name in ("mjlora", "mjlorafa", "mjpropulsion")},
+    "adalora": BUDGET,
+    "moe_adalora": {**BUDGET, "score_per_token": True},
+    "mjadalora": {**BUDGET, "center_init": "kmeans"},
+}
+
+
+def data(method: str) -> list[dict[str, torch.Tensor]]:
+    found = rows()
+    return [{**row, "task_ids": torch.tensor(i % 3)} for i, row in enumerate(found)] if method == "more" else found
 
 
 def train(method: str, folder: Path, checkpoint: str | None = None, **changes: Any) -> tuple[Any, Trainer]:
     torch.manual_seed(3)
-    model = fresh(method, dropout=0.2, **changes)
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
-    trainer = Trainer(model, arguments(folder, **settings), train_dataset=rows(), callbacks=[callback()])
+    model = fresh(method, dropout=0.2, **{**OWN.get(method, {}), **changes})
+    settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    own_columns = {"remove_unused_columns": method != "more"}
+    args = arguments(folder, **settings, **own_columns)
+    trainer = Trainer(model, args, train_dataset=data(method), callbacks=[callback()])
     trainer.train(resume_from_checkpoint=checkpoint)
     return model, trainer
 
 
-@pytest.mark.parametrize("method", [*LEARNED, "moe_adalora"])
-def test_resumed_is_uninterrupted(method: str, tmp_path: Path) -> None:
-    changes = {"r": 4, "target_r": 2, "total_step": 4} if method == "moe_adalora" else {}
-    whole, _ = train(method, tmp_path, **changes)
-    rest, _ = train(method, tmp_path, str(tmp_path / "checkpoint-2"), **changes)
+@pytest.mark.parametrize("method", CASES)
+def test_trained_resumed_and_loaded(method: str, tmp_path: Path) -> None:
+    """Finite losses; every trained tensor moves; resumed is uninterrupted; saved is loaded."""
+    torch.manual_seed(3)
+    start = state_of(fresh(method, **OWN.get(method, {})))
+    whole, trainer = train(method, tmp_path)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS
+    assert all(math.isfinite(loss) for loss in losses)
+    end = state_of(whole)
+    trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
+    still = [name for name in trained if torch.equal(end[name], start[name])]
+    taken = [name for name in trained if name.endswith("diagonal") and not end[name].any()]  # all its ranks
+    assert trained
+    assert still == (taken if "target_r" in OWN.get(method, {}) else [])
+    assert all(end[name.replace("diagonal", "sensitivity_diagonal")].any() for name in still)
+    rest, _ = train(method, tmp_path, str(tmp_path / "checkpoint-2"))
     assert_same(state_of(whole), state_of(rest))
+    whole.save_pretrained(str(tmp_path / "adapter"))
+    again = PeftModel.from_pretrained(base_of(method), tmp_path / "adapter")
+    assert_same(state_of(whole), state_of(again))
+    with torch.no_grad():
+        expected = whole.eval()(**batch_for(method)).logits
+        assert torch.equal(again.eval()(**batch_for(method)).logits, expected)
 
 
 @pytest.mark.parametrize("method", BALANCED)
@@ -46,7 +80,7 @@ def test_logs_show_load_and_losses(method: str, tmp_path: Path) -> None:
     changes = {"contrastive_weight": 0.1} if method == "moelora" else {}
     _, trainer = train(method, tmp_path, **changes)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(entries) == 4
+    assert len(entries) == STEPS
     for entry in entries:
         assert entry["router/balance_loss"] > 0.9
         assert 0 < entry["router/load_entropy"] <= 1

@@ -2,6 +2,12 @@
 
 The diagonal starts at zero, so the start is the identity. When `target_r < r`, buffers hold the smoothed sensitivity of
 every entry; `tuner/allocation.py` reads them and zeroes the least important diagonal entries of the whole model.
+
+Gradients are sums over tokens, so a rank that few tokens reach looks unimportant. `score_per_token` divides by the
+share of the tokens that came by; the score is then that of the diagonal entry alone (the first-order effect of zeroing
+it), because the gradients of A and B also hold that of the orthogonality loss, which no token has a share in.
+
+Shapes: D, O input and output width, R ranks, N experts (1 here; a mixture has several).
 """
 
 from __future__ import annotations
@@ -32,6 +38,10 @@ class AdaLoraAdapter(LoraAdapter):
                 self.register_buffer(f"sensitivity_{factor}", torch.zeros(shape))
                 self.register_buffer(f"uncertainty_{factor}", torch.zeros(shape))
             self.register_buffer("allocations", torch.zeros((), dtype=torch.int64))
+        self.per_token = self.allocates and config.score_per_token
+        # Tokens sent to each expert since the last allocation, then all there were, [N + 1]; None: nobody has counted.
+        # No buffer: data-parallel training would overwrite those of other ranks inside an accumulated batch.
+        self.tokens: torch.Tensor | None = None
         self.reset_factors()
 
     def reset_factors(self) -> None:
@@ -53,21 +63,49 @@ class AdaLoraAdapter(LoraAdapter):
         columns = torch.linalg.matrix_norm(self.B.T @ self.B - eye)
         return (rows + columns) / 2
 
+    def count_tokens(self, counts: torch.Tensor) -> None:
+        """Add one training forward: the tokens that were sent to each expert, then all there were, [N + 1]."""
+        self.tokens = counts if self.tokens is None else self.tokens + counts
+
+    def _share(self) -> torch.Tensor:
+        """The share of the tokens that each rank was used for, [R]; 1 where nobody counts, since it is always on."""
+        if self.tokens is None:
+            return torch.ones_like(self.diagonal)
+        share = self.tokens[:-1] / self.tokens[-1].clamp_min(1)
+        return share.to(self.diagonal).repeat_interleave(self.diagonal.shape[0] // share.shape[0])
+
     @torch.no_grad()
     def observe_gradients(self) -> None:
         """Update the smoothed sensitivities |w * grad| and their uncertainty; a missing gradient counts as zero."""
-        beta1, beta2 = self.smoothing
         for factor in FACTORS:
             parameter = getattr(self, factor)
-            sensitivity, uncertainty = getattr(self, f"sensitivity_{factor}"), getattr(self, f"uncertainty_{factor}")
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             importance = (parameter * grad).abs()
-            sensitivity.mul_(beta1).add_(importance, alpha=1 - beta1)
-            uncertainty.mul_(beta2).add_((importance - sensitivity).abs(), alpha=1 - beta2)
+            if self.per_token and factor == "diagonal":
+                share = self._share()
+                self._smooth(factor, importance / share, shown=share > 0)
+            else:
+                self._smooth(factor, importance)
+        self.tokens = None
+
+    def _smooth(self, factor: str, importance: torch.Tensor, shown: torch.Tensor | None = None) -> None:
+        """One step of both averages; entries that have not `shown` anything keep theirs."""
+        beta1, beta2 = self.smoothing
+        sensitivity, uncertainty = getattr(self, f"sensitivity_{factor}"), getattr(self, f"uncertainty_{factor}")
+        if shown is not None:  # at its own average an entry's sensitivity does not move
+            importance = torch.where(shown, importance, sensitivity)
+        sensitivity.mul_(beta1).add_(importance, alpha=1 - beta1)
+        deviation = (importance - sensitivity).abs()
+        if shown is not None:
+            deviation = torch.where(shown, deviation, uncertainty)
+        uncertainty.mul_(beta2).add_(deviation, alpha=1 - beta2)
 
     def importance(self) -> torch.Tensor:
         """Score of each rank: its diagonal entry plus the mean over its row of A and its column of B, [R]."""
-        score_A, score_B, score_diagonal = (
-            getattr(self, f"sensitivity_{factor}") * getattr(self, f"uncertainty_{factor}") for factor in FACTORS
-        )
-        return score_diagonal + score_A.mean(1) + score_B.mean(0)
+        scores = {
+            factor: getattr(self, f"sensitivity_{factor}") * getattr(self, f"uncertainty_{factor}")
+            for factor in FACTORS
+        }
+        if self.per_token:
+            return scores["diagonal"]
+        return scores["diagonal"] + scores["A"].mean(1) + scores["B"].mean(0)

@@ -68,11 +68,11 @@ def moa(protocol: str) -> dict[str, Any]:
     """MoA (Cao et al., 2025): one sigmoid router per block over the block's own adapters, each gate for itself.
 
     Published: LoRA on q, k, v, o and down, the parallel bottleneck (width 16) and the prompt (length 10), SwiGLU
-    router, soft gates, rank 8, alpha 8. Not matched: the prompt meets the query before its rotation, not after (no
-    model code is touched), and the router reads the block's input as in their LLaMA code (their Transformers port reads
-    it after the norm). The bottleneck starts nearly, not exactly, at zero. LoRA alone: `extra_experts=[]`. Sparse:
-    `threshold=0.5`; as published the threshold never learns (`threshold_grad`). `mj_paper`: LoRA on the shared targets
-    and a linear router; soft gates have no top-k to match.
+    router, soft gates, rank 8, alpha 8. The router reads the block's input, as in their LLaMA code; their Transformers
+    port reads it after the block's first norm, which is `router_input="norm"`. Not matched: the prompt meets the query
+    before its rotation, not after (no model code is touched). The bottleneck starts nearly, not exactly, at zero. LoRA
+    alone: `extra_experts=[]`. Sparse: `threshold=0.5`; as published the threshold never learns (`threshold_grad`).
+    `mj_paper`: LoRA on the shared targets and a linear router; soft gates have no top-k to match.
     """
     settings = {
         "adapter": "lora",
@@ -108,6 +108,8 @@ def moe_adalora(protocol: str) -> dict[str, Any]:
     """MoE-AdaLoRA: MoELoRA whose experts are AdaLoRA's; orthogonality per expert, one rank budget over all of them.
 
     Only the Monkey Jump paper names it, so both presets are its protocol; no rank is taken away unless `target_r` says.
+    Gradients are sums over tokens, so a rarely used expert would lose its ranks first: `score_per_token=True` scores a
+    rank by what it does for a token that reaches it.
     """
     return {**_mixture("adalora"), "aux_loss_weight": 0.01}
 

@@ -5,9 +5,10 @@ Two layouts, and a result must say which one it used:
 - `layout="ffn"` (published, the default): attention targets get plain LoRA; the feed-forward becomes a mixture of whole
   feed-forwards, each with LoRA of its own on every feed-forward target, under one softmax router per block on the
   feed-forward's input, top-2, renormalised; Mixtral's balance loss at weight 0.001. Matched with the authors' code:
-  rank 16, alpha 32, dropout 0.05, 8 experts. Not matched: they multiply the input by noise in place (off here; `jitter`
-  is noise on the router's logits, in training only), average the router's logits over all blocks before balancing
-  (here every router is balanced by itself; `lb_reduce="global"` is the nearest), and draw one dropout mask per expert.
+  rank 16, alpha 32, dropout 0.05, 8 experts. Not matched: they multiply the input by noise in place, at inference too
+  (off here; `noise="input_mul"` with a `jitter` multiplies the router's copy of it, in training only), average the
+  router's logits over all blocks before balancing (here every router is balanced by itself; `lb_reduce="global"` is
+  the nearest), and draw one dropout mask per expert.
   With attention targets alone there are no experts: plain LoRA and one idle router per block, as the paper's efficiency
   figure probably had it.
 - `layout="projection"` (the `mj_paper` protocol): four LoRA experts on each listed projection, a router per projection,

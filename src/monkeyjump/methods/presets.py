@@ -98,7 +98,8 @@ def _monkey_jump(adapter: str, about: str, **settings: Any) -> Callable[[str], d
 
 for _name, _about in {
     "lora": "LoRA (Hu et al., 2021): B A beside every target.",
-    "lora_fa": "LoRA-FA (Zhang et al., 2023): LoRA with a frozen A.",
+    "lora_fa": "LoRA-FA (Zhang et al., 2023): LoRA with a frozen A. `project_gradient=True` is PEFT's correction of "
+    "the gradient of B, which the comparison does not use.",
     "adalora": "AdaLoRA (Zhang et al., 2023): a trained diagonal between B and A; no rank is taken away by default.",
     "propulsion": "Propulsion (Kowsher et al., 2024): every output scaled by p ** 15.",
 }.items():

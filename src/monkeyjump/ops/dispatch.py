@@ -6,7 +6,6 @@ the kernels on a CUDA device.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 
 from monkeyjump.errors import ConfigError
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # found here: a compiler cannot trace the search
 CHOICES = ("auto", "torch", "triton")
 _override: str | None = None
 
@@ -34,7 +34,7 @@ def implementation(choice: str) -> Iterator[None]:
 
 def uses_kernels(x: torch.Tensor) -> bool:
     """Whether Triton kernels work on x. Autocast, whose rules the kernels do not follow, takes the torch path."""
-    choice = _override or _from_environment()
+    choice = _override or ENVIRONMENT
     if choice == "torch" or torch.is_autocast_enabled(x.device.type):
         return False
     if choice == "auto":
@@ -51,21 +51,18 @@ def uses_kernels(x: torch.Tensor) -> bool:
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@functools.cache
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return HAS_TRITON
 
 
 def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
-def _from_environment() -> str:
-    return _checked(os.environ.get("MONKEYJUMP_OPS", "auto"), "MONKEYJUMP_OPS")
-
-
 def _checked(choice: str, field: str) -> str:
     if choice not in CHOICES:
         raise ConfigError(f"{field}={choice!r} is not known: use one of {', '.join(CHOICES)}.")
     return choice
+
+
+ENVIRONMENT = _checked(os.environ.get("MONKEYJUMP_OPS", "auto"), "MONKEYJUMP_OPS")

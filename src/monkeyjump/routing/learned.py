@@ -59,10 +59,16 @@ class LearnedRouter(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: torch.Tensor) -> LearnedDecision:
+        config = self.config
+        noise = config.noise if self.training and config.jitter > 0 else None
         with torch.autocast(x.device.type, enabled=False):
+            if noise == "input_mul":  # a copy: the experts get the input as it is
+                x = x * _around_one(x, config.jitter)
             logits = self.logits(x)
-            if self.training and self.config.jitter > 0:
-                logits = logits + self.config.jitter * torch.randn_like(logits)
+            if noise == "logit_mul":
+                logits = logits * _around_one(logits, config.jitter)
+            elif noise == "gaussian":
+                logits = logits + config.jitter * torch.randn_like(logits)
             return self.decide(x, logits)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,6 +127,10 @@ def balance_loss(load: torch.Tensor, probability: torch.Tensor, top_k: int, norm
     """N * sum_n f_n P_n. An even load gives 1 (switch), or top_k where f counts every slot by itself (mixtral)."""
     loss = load.shape[-1] * (load * probability).sum(-1)
     return loss * top_k if norm == "mixtral" else loss
+
+
+def _around_one(like: torch.Tensor, width: float) -> torch.Tensor:
+    return torch.empty_like(like).uniform_(1 - width, 1 + width)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -13,11 +13,13 @@ from monkeyjump.tuner.allocation import allocate_ranks
 from monkeyjump.tuner.auxiliary import add_regularizer_gradients
 from monkeyjump.tuner.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.model import require_context
+from monkeyjump.tuner.projection import project_gradients
 from monkeyjump.tuner.trace import staged_load
 
 
 class MonkeyJumpCallback(TrainerCallback):
-    """Initialises centres when training begins, logs expert load, and runs AdaLoRA's rank allocation.
+    """Initialises centres when training begins, logs expert load, runs AdaLoRA's rank allocation and, where asked for,
+    the projection of LoRA-FA's gradients.
 
     It also logs the losses of learned routers, which are part of the model's loss. Where a trainer makes the loss
     itself (TRL's do), it adds AdaLoRA's regulariser, after gradient clipping; routers' losses are then carried by the
@@ -55,6 +57,7 @@ class MonkeyJumpCallback(TrainerCallback):
         if context.regularizer_due:
             add_regularizer_gradients(model)
             context.regularizer_due = False
+        project_gradients(model)
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         # after the step, before the gradients are cleared: the momentum of the optimiser would undo an earlier zero

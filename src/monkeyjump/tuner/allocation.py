@@ -42,15 +42,34 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
             raise ConfigError(
                 "allocate_ranks found no gradients: call it after loss.backward() and before optimizer.zero_grad()."
             )
+        _count_all_ranks(adapters)
         for adapter in adapters:
             adapter.observe_gradients()
             adapter.allocations += 1
         now = int(adapters[0].allocations) if step is None else step
         ranks = sum(adapter.diagonal.shape[0] for adapter in adapters)
         budget = rank_budget(now, ranks // config.r, config)  # every expert of a mixture counts as one
-        if budget < ranks and now % config.deltaT == 0:
+        if budget < ranks and (now % config.deltaT == 0 or _in_final_phase(now, config)):
             _keep_most_important(adapters, budget)
     return budget
+
+
+def _in_final_phase(step: int, config: MonkeyJumpConfig) -> bool:
+    """Whether the budget has reached its target, which must hold then even if no `deltaT`-th step comes any more."""
+    assert config.total_step is not None
+    return step >= config.total_step - config.tfinal
+
+
+def _count_all_ranks(adapters: list[AdaLoraAdapter]) -> None:
+    """Gradients are those of the whole data-parallel batch; so must be the token counts they are divided by."""
+    distributed = torch.distributed
+    counts = [adapter.tokens for adapter in adapters if adapter.tokens is not None]
+    if not (counts and distributed.is_available() and distributed.is_initialized()):
+        return
+    flat = torch.cat([count.to(counts[0].device) for count in counts])
+    distributed.all_reduce(flat)
+    for count, total in zip(counts, flat.split([len(count) for count in counts]), strict=True):
+        count.copy_(total)
 
 
 def _keep_most_important(adapters: list[AdaLoraAdapter], budget: int) -> None:

@@ -1,4 +1,5 @@
-"""Where MoA's further experts of a block live: a bottleneck beside its feed-forward, a prompt in its attention."""
+"""What MoA looks for in a block: where its further experts live (a bottleneck beside the feed-forward, a prompt in the
+attention), and the norm that its router may read."""
 
 from __future__ import annotations
 
@@ -9,6 +10,11 @@ from torch import nn
 from monkeyjump.tuner.ffn_placement import feed_forward_of, in_attention
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# What the norm on a block's input is called: Llama and most others, GPT-2, ViT, CLIP, OPT and Whisper, ModernBERT, T5.
+INPUT_NORMS = (
+    *("input_layernorm", "ln_1", "layernorm_before", "layer_norm1", "self_attn_layer_norm", "attn_norm"),
+    "layer.0.layer_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,17 @@ def plan_extras(
         else:
             problems.append(f"extra_experts asks for {kind!r} in block {home!r}, but {extra}: take it out of the list.")
     return tuple(extras), problems
+
+
+def plan_norm(home: str, modules: dict[str, nn.Module]) -> tuple[str, list[str]]:
+    """The path of the norm on the input of block `home`, and what to say where there is none."""
+    found = [f"{home}.{name}" for name in INPUT_NORMS if f"{home}.{name}" in modules]
+    if found:
+        return found[0], []
+    return "", [
+        f"router_input='norm' needs a norm on the input of block {home!r}, and none of {', '.join(INPUT_NORMS)} is "
+        "there: use router_input='block'."
+    ]
 
 
 def _parallel(home: str, linears: list[str]) -> Extra | str:

@@ -27,7 +27,6 @@ class HeterogeneousRouter(LearnedBlockRouter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.block: nn.Module = args[2]
         self.extras: dict[str, dict[str, int]] = {}  # adapter name -> kind -> position among the experts
         self.hooked: set[str] = set()
         self.queries: torch.Tensor | None = None
@@ -47,7 +46,7 @@ class HeterogeneousRouter(LearnedBlockRouter):
         self.extras.pop(adapter_name, None)
 
     def _hook(self, extra: Extra) -> None:
-        module = self.block.get_submodule(extra.module.removeprefix(f"{self.path}."))
+        module = self.module.get_submodule(extra.module.removeprefix(f"{self.path}."))
         if extra.kind == "parallel":
             self._handles.append(module.register_forward_hook(self.beside_feed_forward, with_kwargs=True))
             return

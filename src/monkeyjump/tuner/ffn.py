@@ -23,7 +23,7 @@ from torch import nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedDecision
-from monkeyjump.tuner.inputs import hidden_states, in_backward
+from monkeyjump.tuner.inputs import hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.learned import LearnedBlockRouter
 from monkeyjump.tuner.placement import Block
@@ -91,13 +91,9 @@ class FeedForwardExperts(LearnedBlockRouter):
                     layer.register_forward_hook(self.after_projection),
                 ]
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def decide(self, active: list[str], h: torch.Tensor, training: bool) -> None:
         """Take the mask where the block is entered: in a recomputation it is found by the address of what entered."""
-        if self.active():
-            h = hidden_states(args, kwargs, self.path)
-            self.shape = (h.shape[0], h.shape[1])
-            self.recomputing = in_backward()
-            self.mask = self._mask_of(h)
+        self.mask = self._mask_of(h)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Route the rows that enter the feed-forward, and repeat them once for each of their experts."""
@@ -126,7 +122,9 @@ class FeedForwardExperts(LearnedBlockRouter):
             return LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool))
         decision: LearnedDecision = layer.monkeyjump_router[name](x)
         if layer.training:
-            self._stage_balance(name, config, self.key, decision, self._fitted_mask(x))
+            mask = self._fitted_mask(x)
+            self._stage_balance(name, config, self.key, decision, mask)
+            self._count_tokens(name, self.layers[name], decision, mask)
         self._trace(name, self.key, decision.gates)
         return decision
 

@@ -32,6 +32,8 @@ class LearnedBlockRouter(BlockRouter):
 
     def __init__(self, group: BlockGroup, block: Block, module: nn.Module) -> None:
         super().__init__(group, block, module)
+        self.module = module
+        self.reads_norm = False
         self.experts: dict[str, int] = {}
         self.mask: torch.Tensor | None = None  # real tokens of the current pass, [B, T]
         self.masks: dict[int, torch.Tensor | None] = {}
@@ -40,23 +42,36 @@ class LearnedBlockRouter(BlockRouter):
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
         super().add(adapter_name, config, block, layers)
         self.experts[adapter_name] = block.experts
+        if block.norm and not self.reads_norm:
+            self.reads_norm = True
+            norm = self.module.get_submodule(block.norm.removeprefix(f"{self.path}."))
+            self._handles.append(norm.register_forward_hook(self.after_norm))
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Where the block is entered: what every pass needs to know, then the decision."""
         active = self.active()
-        if not active:
-            return
-        h = hidden_states(args, kwargs, self.path)
-        self.shape = (h.shape[0], h.shape[1])
-        self.recomputing = in_backward()
-        needed = module.training or self.group.context.trace is not None
-        self.mask = self._mask_of(h) if needed else None
+        if active:
+            h = hidden_states(args, kwargs, self.path)
+            self.shape = (h.shape[0], h.shape[1])
+            self.recomputing = in_backward()
+            self.decide(active, h, module.training)
+
+    def decide(self, active: list[str], h: torch.Tensor, training: bool) -> None:
+        """Gates of the active adapters for the states h [B, T, D] that enter the block."""
+        self.mask = self._mask_of(h) if training or self.group.context.trace is not None else None
         for name in active:
             config = self.configs[name]
             if not config.learns_router:
                 self.gates[name] = uniform_gates(h, self.experts[name], config)
                 self._trace(name, self.key, self.gates[name].expand(*self.shape, -1))
-            elif not routes_alone(config):
+            elif not routes_alone(config) and config.router_input == "block":
                 self.gates[name] = self._decide_learned(name, self.key, self.layers[name][0], h)
+
+    def after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        """The gates of routers that read the block's input after its first norm."""
+        for name in self.active():
+            if self.configs[name].router_input == "norm":
+                self.gates[name] = self._decide_learned(name, self.key, self.layers[name][0], output)
 
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """The gate of the tokens of x: [..., 1] where the projection is one expert, [..., N] where it holds N."""
@@ -102,9 +117,23 @@ class LearnedBlockRouter(BlockRouter):
             )
         decision: LearnedDecision = router(x)
         if layer.training:
-            self._stage_balance(name, config, key, decision, self._fitted_mask(x))
+            mask = self._fitted_mask(x)
+            self._stage_balance(name, config, key, decision, mask)
+            self._count_tokens(name, [layer] if routes_alone(config) else self.layers[name], decision, mask)
         self._trace(name, key, decision.gates)
         return decision.gates
+
+    @torch.no_grad()
+    def _count_tokens(
+        self, name: str, layers: list[MonkeyJumpLayer], decision: LearnedDecision, mask: torch.Tensor | None
+    ) -> None:
+        """Tell AdaLoRA's experts how many of the real tokens they get."""
+        if self.configs[name].score_per_token and self.group.staging and not self.recomputing:
+            used = decision.chosen.flatten(0, -2)
+            real = torch.ones_like(used[:, :1]) if mask is None else mask.flatten().unsqueeze(-1)
+            counts = torch.cat([used & real, real], dim=-1).sum(0)
+            for layer in layers:
+                layer.monkeyjump_adapter[name].count_tokens(counts)  # type: ignore[operator]
 
     def _stage_balance(
         self, name: str, config: MonkeyJumpConfig, key: str, decision: LearnedDecision, mask: torch.Tensor | None

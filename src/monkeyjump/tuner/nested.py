@@ -22,7 +22,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.routing.granularity import row_weights
 from monkeyjump.routing.ranks import RankSelector
 from monkeyjump.tuner.block import REMEMBERED
-from monkeyjump.tuner.inputs import expanded_rows, hidden_states, in_backward
+from monkeyjump.tuner.inputs import expanded_rows
 from monkeyjump.tuner.learned import LearnedBlockRouter
 
 
@@ -42,13 +42,7 @@ class NestedRouter(LearnedBlockRouter):
         self.calls: dict[str, TaskCall] = {}
         self.kept_calls: dict[tuple[str, int], TaskCall] = {}
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        active = self.active()
-        if not active:
-            return
-        h = hidden_states(args, kwargs, self.path)
-        self.shape = (h.shape[0], h.shape[1])
-        self.recomputing = in_backward()
+    def decide(self, active: list[str], h: torch.Tensor, training: bool) -> None:
         for name in active:
             call = self.kept_calls.get((name, h.data_ptr())) if self.recomputing else None
             self.calls[name] = self._call(self.configs[name], h) if call is None else call

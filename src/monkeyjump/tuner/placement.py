@@ -15,7 +15,7 @@ from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tuner.extra_placement import Extra, plan_extras
+from monkeyjump.tuner.extra_placement import Extra, plan_extras, plan_norm
 from monkeyjump.tuner.ffn_placement import feed_forward_problem, in_attention, seen_from_feed_forward
 from monkeyjump.tuner.module_paths import (
     block_index,
@@ -57,6 +57,7 @@ class Block:
     experts: int = 0  # gates of a router: the routed projections, or the experts that each of them holds
     feed_forward: str = ""  # placement="ffn": path of the module whose experts the routed projections are
     extras: tuple[Extra, ...] = ()  # further experts of the block, after the routed projections
+    norm: str = ""  # router_input="norm": path of the norm on the block's input
     host: str = ""  # where nothing is routed: the projection that the router hangs on
 
 
@@ -198,9 +199,10 @@ def _plan_blocks(
         elif routed:
             linears = [path for path in free_linears(modules) if path.startswith(f"{home}.")]
             extras, found = plan_extras(home, linears, modules, config.extra_experts or [])
-            problems += found
+            norm, missing = plan_norm(home, modules) if config.router_input == "norm" else ("", [])
+            problems += found + missing
             names, experts_here = (*block.names, *(extra.kind for extra in extras)), block.experts + len(extras)
-            blocks.append(replace(block, extras=extras, names=names, experts=experts_here))
+            blocks.append(replace(block, extras=extras, norm=norm, names=names, experts=experts_here))
     return blocks, problems
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from monkeyjump.adapters.base import fits_tokens
-from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
 
 if TYPE_CHECKING:
@@ -60,11 +59,9 @@ class SharedInput:
 
         projections = []
         for member, gate in zip(members, gates, strict=True):
-            base, adapter = member.base_layer, member.monkeyjump_adapter[name]
-            assert isinstance(adapter, LoraAdapter)
-            projections.append(
-                Projection(base.weight, base.bias, adapter.A, adapter.B, gate, adapter.rank_scale())  # type: ignore[arg-type]
-            )
+            base: Any = member.base_layer
+            adapter: Any = member.monkeyjump_adapter[name]
+            projections.append(Projection(base.weight, base.bias, adapter.A, adapter.B, gate, adapter.rank_scale()))
         ys = grouped_lora(x, projections, adapter.scaling, adapter.dropout if adapter.training else 0.0)
         return {id(member): y for member, y in zip(members, ys, strict=True)}
 

@@ -1,8 +1,8 @@
 """Launching a kernel again without asking Triton what kind of arguments it has.
 
 Triton looks at every argument of every launch to find the variant it has compiled: 20 to 50 microseconds of host time
-for kernels with many arguments, as long as several launches. The variant depends on dtypes, on integers, and on pointers
-only by their alignment; with these as a key, the compiled kernel is found in a dictionary and called directly.
+for kernels with many arguments, as long as several launches. The variant depends on dtypes, on integers, and on
+pointers only by their alignment; with these as a key, the compiled kernel is found in a dictionary and called directly.
 """
 
 from __future__ import annotations

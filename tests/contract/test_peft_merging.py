@@ -1,0 +1,77 @@
+# PEFT and Transformers type their models as unions of tensors and modules, and folders as str; tests look inside.
+# mypy: disable-error-code="arg-type, attr-defined, call-overload, index, misc, operator, union-attr"
+"""PEFT's promises about merging: adapters that are always on merge and come out again, routed ones refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from tests.contract.common import anatomy, logits
+from tests.helpers import ADAPTER_NAMES, adapted, assert_same, disturb, layers_of, mj_config, tiny_llama
+
+pytestmark = pytest.mark.parametrize("adapter", ADAPTER_NAMES)
+
+
+def test_merging_a_routed_adapter_is_refused(adapter: str) -> None:
+    model = adapted(adapter=adapter).eval()
+    before, expected = {k: v.clone() for k, v in model.state_dict().items()}, logits(model)
+    for attempt in (model.merge_adapter, model.merge_and_unload, model.base_model.merge_adapter):
+        with pytest.raises(ValueError, match="routed"):
+            attempt()
+        assert_same(model.state_dict(), before)
+        assert not any(layer.merged for layer in layers_of(model).values())
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_always_on_adapters_merge(adapter: str, safe_merge: bool) -> None:
+    model = adapted(adapter=adapter, layers_to_route=[]).eval()
+    expected, base = logits(model), logits(tiny_llama())
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.detach().clone()
+    model.merge_adapter(safe_merge=safe_merge)
+    merged = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert not torch.equal(merged, weight)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(merged.detach(), weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    model.merge_adapter()
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model), base, rtol=1e-4, atol=1e-4)
+    bare = model.merge_and_unload()
+    assert not any(isinstance(module, MonkeyJumpLayer) for module in bare.modules())
+    assert anatomy(bare) == anatomy(tiny_llama())
+    torch.testing.assert_close(logits(bare), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_merge_twice_is_once(adapter: str) -> None:
+    model = adapted(adapter=adapter, layers_to_route=[]).eval()
+    model.merge_adapter()
+    once = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.warns(UserWarning, match="[Aa]lready merged|already been merged"):
+        model.merge_adapter()
+    assert_same(model.state_dict(), once)
+
+
+def test_safe_merge_refuses_nan(adapter: str) -> None:
+    model = adapted(adapter=adapter, layers_to_route=[]).eval()
+    before = model.base_model.model.model.layers[1].mlp.gate_proj.base_layer.weight.detach().clone()
+    with torch.no_grad():
+        next(model.base_model.model.model.layers[1].mlp.gate_proj.monkeyjump_adapter.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        model.merge_and_unload(safe_merge=True)
+    assert torch.equal(model.base_model.model.model.layers[1].mlp.gate_proj.base_layer.weight, before)
+
+
+def test_routed_beside_always_on_merges_only_the_latter(adapter: str) -> None:
+    model = adapted(adapter=adapter)
+    model.add_adapter("fixed", mj_config(adapter=adapter, layers_to_route=[]))
+    disturb(model, seed=3)
+    model.set_adapter("fixed")
+    model.eval()
+    expected = logits(model)
+    with pytest.raises(ValueError, match="routed"):
+        model.merge_adapter(adapter_names=["default"])
+    torch.testing.assert_close(logits(model.merge_and_unload(adapter_names=["fixed"])), expected, rtol=1e-4, atol=1e-4)

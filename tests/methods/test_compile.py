@@ -1,0 +1,57 @@
+"""Every method with its blocks compiled (fullgraph): no graph break; the loss, gradients and state of eager mode.
+
+Whole models, MixLoRA's and MoA's published structures among them, are compiled in `test_structures_compile.py` and, for
+Monkey Jump, in `tests/tuner/test_compile.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+from tests.helpers import assert_same, gradients, routing_state, tiny_llama
+from tests.methods.common import LOUD, METHODS, batch_for, moved
+
+# what the compiler itself warns of while it traces
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+]
+BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
+
+# two projections and one block are the whole structure, and half the time
+TWO: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+SMALL: dict[str, dict[str, Any]] = {
+    "mola": {**TWO, "experts": 3},
+    "moe_adalora": {**TWO, "target_r": 1, "total_step": 4, "score_per_token": True},
+    **{case: {"target_modules": ["q_proj", "v_proj", "o_proj"]} for case in METHODS if case.startswith("mj")},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model), **routing_state(model)}
+
+
+@pytest.mark.parametrize("case", [*METHODS, "moa published, after the norm"])
+def test_compiled_equals_eager(case: str) -> None:
+    model = moved(case, tiny_llama(1), **{**LOUD.get(case, {}), **SMALL.get(case, TWO)}).train()
+    twin = copy.deepcopy(model)
+    batch = batch_for(case)
+    batch["attention_mask"][0, :2] = 0
+    for block in model.get_base_model().model.layers:
+        block.compile(fullgraph=True, backend=BACKEND)
+    assert_same(step(twin, batch), step(model, batch), rtol=1e-4, atol=1e-5)
