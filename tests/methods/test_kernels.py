@@ -63,7 +63,7 @@ def padded_batch(method: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 # after one forward the projections know who shares their input: these have a second, whose gradients are compared
-TWICE = ("lora", "hydralora", "moe_lora_fa", "mjlora")
+TWICE = ("lora", "hydralora", "moe_lora_fa", "mjlora", "mjlorafa", "mjadalora", "mjpropulsion")
 
 
 def trained(method: str, choice: str) -> tuple[list[dict[str, torch.Tensor]], Any]:

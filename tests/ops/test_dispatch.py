@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import runpy
 
 import pytest
 import torch
@@ -16,14 +16,16 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable set, Triton there, the interpreter for want of a GPU; what was read before is forgotten."""
-    monkeypatch.delenv("MONKEYJUMP_OPS", raising=False)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing chosen, Triton there, the interpreter for want of a GPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "0" if CUDA else "1")
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
-    dispatch._from_environment.cache_clear()
-    yield
-    dispatch._from_environment.cache_clear()
+    monkeypatch.setattr(dispatch, "ENVIRONMENT", "auto")
+
+
+def read_again() -> str:
+    """What a new process would find in the environment."""
+    return runpy.run_path(dispatch.__file__)["ENVIRONMENT"]
 
 
 def tensor(dtype: torch.dtype = torch.float32, device: str = DEVICE) -> torch.Tensor:
@@ -39,12 +41,14 @@ def test_by_default_kernels_are_for_gpus() -> None:
 @pytest.mark.parametrize(("choice", "expected"), [("torch", False), ("triton", True), ("auto", CUDA)])
 def test_the_environment(choice: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONKEYJUMP_OPS", choice)
+    assert read_again() == choice
+    monkeypatch.setattr(dispatch, "ENVIRONMENT", choice)
     assert uses_kernels(tensor()) == expected
 
 
 @pytest.mark.parametrize("environment", ["torch", "triton", "auto"])
 def test_the_override_wins_and_is_taken_back(environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONKEYJUMP_OPS", environment)
+    monkeypatch.setattr(dispatch, "ENVIRONMENT", environment)
     before = uses_kernels(tensor())
     with implementation("triton"):
         assert uses_kernels(tensor())
@@ -64,12 +68,15 @@ def test_the_override_is_taken_back_after_an_error() -> None:
     assert uses_kernels(tensor()) == before
 
 
+def test_nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MONKEYJUMP_OPS", raising=False)
+    assert read_again() == "auto"
+
+
 def test_an_unknown_value_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONKEYJUMP_OPS", "cuda")
     with pytest.raises(ConfigError, match=r"MONKEYJUMP_OPS='cuda'.*auto, torch, triton"):
-        uses_kernels(tensor())
-    with implementation("torch"):  # what overrules the environment does not ask it
-        assert not uses_kernels(tensor())
+        read_again()
 
 
 def test_an_unknown_override_changes_nothing() -> None:
@@ -121,11 +128,3 @@ def test_autocast_takes_torch(choice: str) -> None:
             with torch.autocast(DEVICE, enabled=False):
                 assert uses_kernels(tensor()) == (CUDA or choice == "triton")
         assert uses_kernels(tensor()) == (CUDA or choice == "triton")
-
-
-def test_the_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A choice of the process: a forward costs no look at the environment."""
-    monkeypatch.setenv("MONKEYJUMP_OPS", "triton")
-    assert uses_kernels(tensor())
-    monkeypatch.setenv("MONKEYJUMP_OPS", "torch")
-    assert uses_kernels(tensor())
