@@ -88,3 +88,21 @@ def test_gated_lora_is_the_written_formula(dtype: torch.dtype) -> None:
     expected = gate * 2.5 * (x.float() @ A.T @ B.T)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     assert float((out.float() - expected).abs().max()) < tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.5])
+@pytest.mark.parametrize("width", [1024, 1536])
+def test_a_mask_from_a_seed_looks_random(width: int, dropout: float) -> None:
+    """As many as asked for, spread over rows and columns, and no two tokens or two seeds alike."""
+    rows, seeds = 256, (12_345, 987_654_321, 2**31 - 1)  # far apart, as seeds are drawn
+    masks = [ops.keep_mask(torch.Size((rows, width)), torch.tensor(seed), dropout).double() for seed in seeds]
+    deviation = (dropout * (1 - dropout)) ** 0.5
+    centred = [(mask - (1 - dropout)) / deviation for mask in masks]
+    for z in centred:
+        assert abs(float(z.mean())) < 4 / (rows * width) ** 0.5
+        for dimension in (0, 1):  # sums over columns and rows vary about as much as of independent entries
+            assert 0.7 < float((z.sum(dimension) / z.shape[dimension] ** 0.5).square().mean()) < 1.3
+        likeness = z @ z.T / width
+        assert float(likeness.fill_diagonal_(0).abs().max()) < 8 / width**0.5
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert abs(float((centred[first] * centred[second]).mean())) < 5 / (rows * width) ** 0.5

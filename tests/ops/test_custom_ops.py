@@ -1,0 +1,264 @@
+"""The kernels as registered ops, and the same functions under torch.compile: one graph, the numbers of eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._library.custom_ops import CustomOpDef
+
+from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
+
+pytest.importorskip("monkeyjump.ops.gated_lora")
+from monkeyjump.ops import custom, gated_lora, routing
+
+BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
+# what the compiler itself warns of while it traces
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+N, D, OUT, R = 7, 10, 6, 2
+
+
+def leaf(*shape: int, seed: int) -> torch.Tensor:
+    return normal(*shape, seed=seed).requires_grad_()
+
+
+def seed() -> torch.Tensor:
+    return torch.tensor(77, device=DEVICE)
+
+
+def x() -> torch.Tensor:
+    return normal(N, D, seed=1)
+
+
+def two_a() -> list[torch.Tensor]:
+    return [leaf(R, D, seed=2), leaf(R, D, seed=3)]
+
+
+def two_dz() -> list[torch.Tensor]:
+    return [normal(N, R, seed=4), normal(N, R, seed=5)]
+
+
+def centers() -> list[torch.Tensor]:
+    return [normal(D, seed=20 + e) for e in range(3)]
+
+
+OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
+    "down": (custom.lora_down, lambda: (leaf(N, D, seed=1), two_a(), seed(), 0.3)),
+    "down, frozen input": (custom.lora_down, lambda: (x(), two_a(), None, 0.0)),
+    "down_backward": (custom.lora_down_backward, lambda: (x(), two_dz(), seed(), 0.3)),
+    "down_input": (
+        custom.lora_down_input,
+        lambda: (two_dz(), [A.detach() for A in two_a()], seed(), 0.3, torch.bfloat16),
+    ),
+    "up, gated diagonal": (
+        custom.lora_up,
+        lambda: (
+            *(leaf(N, OUT, seed=1), leaf(N, R, seed=2), leaf(OUT, R, seed=3)),
+            *(uniform(N, 1).requires_grad_(), leaf(R, seed=5), 0.7, 1),
+        ),
+    ),
+    "up, experts on one A": (
+        custom.lora_up,
+        lambda: (
+            *(leaf(6, OUT, seed=1), leaf(6, R, seed=2), leaf(OUT, 3 * R, seed=3)),
+            *(uniform(3, 3).requires_grad_(), None, 0.7, 2),
+        ),
+    ),
+    "up_backward": (
+        custom.lora_up_backward,
+        lambda: (normal(N, OUT), normal(N, R), normal(OUT, R), uniform(N, 1), None, 0.7, 1, True),
+    ),
+    "route": (custom.route, lambda: (x(), centers(), 2, 0.5, True)),
+    "route_and_sum": (
+        custom.route_and_sum,
+        lambda: (x(), centers(), torch.arange(N, device=DEVICE) > 2, 2, 0.5, False, 2, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_registered_as_torch_asks(name: str) -> None:
+    """Schema, fake tensors with the shapes and dtypes of the real ones, autograd, and all that under the compiler."""
+    op, arguments = OPS[name]
+    found = torch.library.opcheck(op, arguments())
+    assert set(found.values()) == {"SUCCESS"}
+
+
+def test_every_registered_op_is_checked() -> None:
+    """An op added later must be added here too."""
+    registered = {name for name, value in vars(custom).items() if isinstance(value, CustomOpDef)}
+    checked = {op._name for op, _ in OPS.values()}
+    assert registered == checked
+
+
+@pytest.mark.parametrize("name", ["down", "up, gated diagonal", "up, experts on one A"])
+def test_a_registered_op_is_differentiable_by_itself(name: str) -> None:
+    """Its gradients are those of the function that eager mode uses."""
+    op, arguments = OPS[name]
+    given = arguments()
+    if op is custom.lora_down:
+        tokens, As, mask, p = given
+        leaves = [tokens, *As]
+        out, eager = op(*given), torch.cat(gated_lora._Down.apply(tokens, mask, p, *As), 1)
+    else:
+        base, z, B, gate, diagonal, scale, every = given
+        leaves = [value for value in given if isinstance(value, torch.Tensor)]
+        out, eager = op(*given), gated_lora._Up.apply(base, z, B, gate, diagonal, scale, every)
+    assert torch.equal(out, eager)
+    dy = normal(*out.shape, seed=9)
+    for a, b in zip(torch.autograd.grad(out, leaves, dy), torch.autograd.grad(eager, leaves, dy), strict=True):
+        assert error(a, b) < 1e-6
+
+
+B, T = 2, 5
+
+
+def one_layer(
+    x: torch.Tensor, base: torch.Tensor, A0: torch.Tensor, A1: torch.Tensor, B0: torch.Tensor, B1: torch.Tensor,
+    how: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Two routed projections of one input, the second with a diagonal, and the sums the router makes."""
+    settings = routing.Routing(2, 0.5, False, 1, True)
+    gates, sums, counts = routing.route_and_sum(x.detach(), how["centers"], how["queries"], settings)
+    z0, z1 = gated_lora.down(x, [A0, A1], how["dropout"])
+    first = gated_lora.up(base, z0, B0, 0.7, gates[..., 0:1])
+    second = gated_lora.up(base, z1, B1, 0.7, gates[..., 1:2], how["diagonal"])
+    return torch.cat([first, second], -1).float() + (sums.sum() + (counts * how["weight"]).sum())
+
+
+def layer_inputs(rank: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    given = {
+        "x": normal(B, T, D, seed=1, dtype=dtype),
+        "base": normal(B, T, OUT, seed=2, dtype=dtype),
+        "A0": normal(rank, D, seed=3, scale=0.5),
+        "A1": normal(rank, D, seed=4, scale=0.5),
+        "B0": normal(OUT, rank, seed=5, scale=0.5),
+        "B1": normal(OUT, rank, seed=6, scale=0.5),
+    }
+    mask = torch.ones(B, T, dtype=torch.bool, device=DEVICE)
+    mask[0, :2] = False
+    how = {
+        "centers": centers(),
+        "queries": mask,
+        "dropout": 0.0,
+        "diagonal": normal(rank, seed=7),
+        "weight": normal(3, seed=8),
+    }
+    return given, how
+
+
+def compare(function: Callable[..., torch.Tensor], given: dict[str, torch.Tensor], tolerance: float) -> None:
+    compiled = torch.compile(function, backend=BACKEND, fullgraph=True)
+    dy = normal(*function(**given).shape, seed=9)
+    results = []
+    for call in (function, compiled):
+        torch.manual_seed(5)
+        results.append(gradients_of(call, given, dy))
+    (y, found), (y_compiled, found_compiled) = results
+    assert y.dtype == y_compiled.dtype
+    assert error(y_compiled, y) < tolerance
+    for name, gradient in found.items():
+        assert gradient.dtype == found_compiled[name].dtype
+        assert gradient.norm() > 0
+        assert error(found_compiled[name], gradient) < tolerance, name
+
+
+@pytest.mark.parametrize(
+    ("rank", "dropout"),
+    [(gated_lora.THIN // 2, 0.4), (gated_lora.THIN, 0.0), (gated_lora.THIN + 1, 0.4)],
+)
+def test_compiled_equals_eager(rank: int, dropout: float) -> None:
+    """Few ranks are written out as sums, more are one product; two that share x count together."""
+    given, how = layer_inputs(rank)
+    how["dropout"] = dropout
+    compare(lambda **leaves: one_layer(**leaves, how=how), given, 2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, gated_lora.THIN + 1), (torch.bfloat16, 2)])
+def test_compiled_equals_eager_in_low_precision(dtype: torch.dtype, rank: int) -> None:
+    given, how = layer_inputs(rank, dtype)
+    compare(lambda **leaves: one_layer(**leaves, how=how), given, 2 * TOLERANCE[dtype])
+
+
+def learned(base: torch.Tensor, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return gated_lora.gated_lora(base, x, A, B, 0.7, torch.softmax(gate, -1))
+
+
+@pytest.mark.parametrize(("experts", "tokens"), [(2, T), (6, 1)], ids=["mixture", "shared A, gates of sequences"])
+def test_compiled_gates_with_gradients(experts: int, tokens: int) -> None:
+    """A learned router: the gradient reaches the gates, of the experts of one A too."""
+    rank = 4
+    columns = rank if experts == 2 else rank * experts
+    given = {
+        "base": normal(B, T, OUT, seed=1),
+        "x": normal(B, T, D, seed=2),
+        "A": normal(rank, D, seed=3, scale=0.5),
+        "B": normal(OUT, columns, seed=4, scale=0.5),
+        "gate": normal(B, tokens, experts, seed=5),
+    }
+    compare(learned, given, 2e-6)
+
+
+def three_projections(
+    x: torch.Tensor, base: torch.Tensor, As: list[torch.Tensor], B: torch.Tensor, centers: list[torch.Tensor]
+) -> torch.Tensor:
+    gates = routing.route(x, centers, routing.Routing(2, 0.5, False, 1, True))
+    zs = gated_lora.down(x, As, 0.0)
+    return sum(gated_lora.up(base, z, B, 0.7, gates[..., e : e + 1]) for e, z in enumerate(zs))  # type: ignore[return-value]
+
+
+def test_lengths_compile_no_more_than_twice() -> None:
+    """Prompts of any length, no gradient: at the second length the compiler makes it a symbol."""
+    compiled = torch.compile(three_projections, backend=BACKEND, fullgraph=True)
+    weights = [normal(R, D, seed=3 + m) for m in range(3)], normal(OUT, R, seed=4), centers()
+    for tokens in (5, 4, 3):
+        x, base = normal(B, tokens, D, seed=1), normal(B, tokens, OUT, seed=2)
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=tokens < 4):
+            found = compiled(x, base, *weights)
+        assert error(found, three_projections(x, base, *weights)) < 1e-6
+
+
+def test_compiled_routing_skips_padding_of_any_kind() -> None:
+    """Rows that are no query hold NaN: neither sums nor counts see them."""
+    h, mask = normal(B, T, D, seed=1), torch.ones(B, T, dtype=torch.bool, device=DEVICE)
+    mask[0, :2] = False
+    h[~mask] = torch.nan
+    how = routing.Routing(2, 0.5, True, 1, True)
+    compiled = torch.compile(routing.route_and_sum, backend=BACKEND, fullgraph=True)
+    found, expected = compiled(h, centers(), mask, how), routing.route_and_sum(h, centers(), mask, how)
+    assert error(found[0][mask], expected[0][mask]) < 1e-6
+    assert error(found[1], expected[1]) < 1e-6
+    assert torch.equal(found[2], expected[2])
+
+
+def test_a_frozen_a_under_the_compiler_keeps_no_input() -> None:
+    """LoRA-FA compiled: what the compiled forward hands to the backward is thin."""
+    tokens = 64
+    given = [normal(1, tokens, D, seed=2).requires_grad_(), normal(1, tokens, OUT, seed=1).requires_grad_()]
+    A, up = normal(R, D, seed=3), normal(OUT, R, seed=4).requires_grad_()
+    kept: list[int] = []
+    compiled = torch.compile(gated_lora.gated_lora, backend=BACKEND, fullgraph=True)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compiled(given[1], given[0], A, up, 0.7, None, None, 0.3)
+    assert kept
+    assert max(kept) <= tokens * R < given[1].numel()

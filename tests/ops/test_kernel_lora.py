@@ -1,0 +1,175 @@
+"""The kernels of the low-rank update against their formulas in float64, with NaN wherever nothing should be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from monkeyjump.ops import reference
+from monkeyjump.ops.strength import Dropout, Strengths
+from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal
+from tests.ops.lora_cases import OF_DOWN, OF_UP, TALL, WIDE, Case
+
+kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def up_backward(
+    dys: Sequence[torch.Tensor], z: torch.Tensor, Bs: Sequence[torch.Tensor], strengths: Strengths, times_s: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """t and dB of every projection; behind the dB's the parts have room that is not theirs."""
+    room, width = 5, sum(B.numel() for B in Bs)
+    parts = kernels.Parts.of(z.shape[0], width + room, DEVICE)
+    ts = kernels.up_backward(dys, z, Bs, strengths, times_s, parts)
+    assert parts.tensor[:, width:].isnan().all()
+    total = parts.total()[:width].split([B.numel() for B in Bs])
+    return ts, [dB.view(B.shape) for dB, B in zip(total, Bs, strict=True)]
+
+
+@pytest.mark.parametrize("case", OF_DOWN)
+def test_down(case: Case) -> None:
+    x, As = case.x(), case.downs()
+    z = kernels.down(x, As, case.mask())
+    assert z.dtype == torch.float32
+    assert error(z, (x.double() * case.kept()) @ torch.cat(As).double().T) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("case", OF_UP)
+def test_up(case: Case) -> None:
+    """Into new tensors, and into the base outputs themselves."""
+    bases, z, Bs, strengths = case.bases(), case.z(), case.ups(), case.strengths()
+    ys = [torch.empty_like(base) for base in bases]
+    kernels.up(bases, z, Bs, strengths, ys)
+    for m, (y, base, B) in enumerate(zip(ys, bases, Bs, strict=True)):
+        delta = case.scaled(z, strengths, m) @ B.double().T
+        assert error(y, base.double() + delta) < TOLERANCE[case.dtype]
+    kernels.up(bases, z, Bs, strengths, bases)
+    for base, y in zip(bases, ys, strict=True):
+        assert torch.equal(base, y)
+
+
+@pytest.mark.parametrize("case", OF_UP)
+def test_up_backward(case: Case) -> None:
+    dys, z, Bs, strengths = case.bases(), case.z(), case.ups(), case.strengths()
+    ts, dBs = up_backward(dys, z, Bs, strengths, False)
+    times_s, same_dBs = up_backward(dys, z, Bs, strengths, True)
+    for m, (dy, B) in enumerate(zip(dys, Bs, strict=True)):
+        t = dy.double() @ B.double()
+        assert error(ts[m], t) < TOLERANCE[case.dtype]
+        assert error(times_s[m], t * case.s(strengths, m)) < TOLERANCE[case.dtype]
+        assert error(dBs[m], dy.double().T @ case.scaled(z, strengths, m)) < TOLERANCE[case.dtype]
+        assert torch.equal(dBs[m], same_dBs[m])
+
+
+@pytest.mark.parametrize("case", OF_DOWN)
+def test_down_backward(case: Case) -> None:
+    x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
+    dx, dA = kernels.down_backward_alone(x, dzs, As, mask, case.dtype)
+    assert dx.dtype == case.dtype
+    assert dA.dtype == torch.float32
+    dz = torch.cat(dzs, 1).double()
+    assert error(dx, dz @ torch.cat(As).double() * case.kept()) < TOLERANCE[case.dtype]
+    assert error(dA, dz.T @ (x.double() * case.kept())) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_down_backward_adds_to_what_is_there(dropout: float, dtype: torch.dtype) -> None:
+    """dx of the frozen weights is not dropped; dA goes behind what other kernels put into the parts."""
+    case = Case(N=TALL + 1, D=WIDE + 1, outs=(1, 1), R=2, dropout=dropout, dtype=dtype)
+    x, dzs, As, mask, offset = case.x(), case.dzs(), case.downs(), case.mask(), 7
+    there = normal(case.N, case.D, seed=3, dtype=dtype)
+    dx = guarded(there)
+    parts = kernels.Parts.of(case.N, offset + 4 * case.D + 3, DEVICE)
+    kernels.down_backward(x, dzs, As, mask, dx, parts, offset, add=True)
+    dz = torch.cat(dzs, 1).double()
+    assert error(dx, there.double() + dz @ torch.cat(As).double() * case.kept()) < TOLERANCE[dtype]
+    assert parts.tensor[:, :offset].isnan().all()
+    assert parts.tensor[:, -3:].isnan().all()
+    dA = parts.total()[offset:-3].view(4, case.D)
+    assert error(dA, dz.T @ (x.double() * case.kept())) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_either_gradient_of_down_alone(dropout: float) -> None:
+    """A frozen A needs no x, and an input without a gradient no dx: the other is not touched by that."""
+    case = Case(N=TALL + 1, D=WIDE + 1, outs=(1, 1), R=2, dropout=dropout)
+    x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
+    dx, dA = kernels.down_backward_alone(x, dzs, As, mask, torch.float32)
+    only_dx, no_dA = kernels.down_backward_alone(None, dzs, As, mask, torch.float32)
+    no_dx, only_dA = kernels.down_backward_alone(x, dzs, As, mask, None)
+    assert no_dA is None
+    assert no_dx is None
+    assert torch.equal(dx, only_dx)
+    assert torch.equal(dA, only_dA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype) -> None:
+    """With operands that the dtype holds exactly, only the sums are left to be wrong: they are as good as fp32's."""
+    case = Case(N=TALL + 6, D=WIDE + 44, outs=(WIDE + 3,), R=2, dtype=dtype)
+    (A,), (B,), (dz,), z = (
+        *([guarded(value.to(dtype).float()) for value in values] for values in (case.downs(), case.ups(), case.dzs())),
+        guarded(case.z().to(dtype).float()),
+    )
+    x, (dy,) = case.x(), case.bases()
+    assert error(kernels.down(x, [A], None), x.double() @ A.double().T) < 1e-6
+    (t,), (dB,) = up_backward([dy], z, [B], Strengths.single(1.0), False)
+    assert error(t, dy.double() @ B.double()) < 1e-6
+    assert error(dB, dy.double().T @ z.double()) < 1e-6
+    assert error(kernels.down_backward_alone(x, [dz], [A], None, None)[1], dz.double().T @ x.double()) < 1e-6
+
+
+def test_more_tokens_than_small_row_blocks_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some number of tokens on, the row blocks of the sums are larger."""
+    monkeypatch.setattr(kernels, "MANY", TALL)
+    case = Case(N=3 * TALL + 5, D=30, outs=(9, 14), R=2, G=1)
+    assert kernels.Parts.of(case.N, 1, DEVICE).rows > kernels.Parts.of(TALL, 1, DEVICE).rows
+    x, dzs, As, dys, z, Bs = case.x(), case.dzs(), case.downs(), case.bases(), case.z(), case.ups()
+    strengths = case.strengths()
+    _, dBs = up_backward(dys, z, Bs, strengths, True)
+    for m, dB in enumerate(dBs):
+        assert error(dB, dys[m].double().T @ case.scaled(z, strengths, m)) < 1e-6
+    dx, dA = kernels.down_backward_alone(x, dzs, As, None, torch.float32)
+    assert error(dx, torch.cat(dzs, 1).double() @ torch.cat(As).double()) < 1e-6
+    assert error(dA, torch.cat(dzs, 1).double().T @ x.double()) < 1e-6
+
+
+def test_the_mask_is_the_references_entry_by_entry() -> None:
+    """With A the identity z is the dropped input itself, and with dz = 1, A = 1 dx is the mask."""
+    N, D = TALL + 6, 61
+    eye, mask = torch.eye(D, device=DEVICE), Dropout(torch.tensor(123_456_789, device=DEVICE), 0.4)
+    kept = reference.keep_mask(torch.Size((N, D)), mask.seed, mask.p)
+    z = kernels.down(torch.ones(N, D, device=DEVICE), [eye], mask)
+    assert torch.equal(z != 0, kept)
+    torch.testing.assert_close(z[kept], torch.full_like(z[kept], 1 / 0.6))
+    ones = torch.ones(N, 1, device=DEVICE), torch.ones(1, D, device=DEVICE)
+    dx, _ = kernels.down_backward_alone(None, [ones[0]], [ones[1]], mask, torch.float32)
+    assert torch.equal(dx != 0, kept)
+    assert abs(float(kept.float().mean()) - 0.6) < 0.03  # a mask at all, of about the right size
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
+def test_the_mask_follows_the_seed(seed: int) -> None:
+    x, eye = torch.ones(40, 16, device=DEVICE), torch.eye(16, device=DEVICE)
+    found = [
+        kernels.down(x, [eye], Dropout(torch.tensor(value, device=DEVICE), 0.5)) != 0
+        for value in (seed, seed, seed + 1)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert float((found[0] != found[2]).float().mean()) > 0.3
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    case = Case(N=2 * TALL + 5, D=30, outs=(20, 10), R=2, G=1, dropout=0.2, dtype=torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        x, As, mask, strengths, bases = case.x(), case.downs(), case.mask(), case.strengths(), case.bases()
+        ts, dBs = up_backward(bases, case.z(), case.ups(), strengths, True)
+        dx, dA = kernels.down_backward_alone(x, case.dzs(), As, mask, case.dtype)
+        kernels.up(bases, case.z(), case.ups(), strengths, bases)
+        runs.append([kernels.down(x, As, mask), *bases, *ts, *dBs, dx, dA])
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)

@@ -1,0 +1,132 @@
+"""The centroid router takes its kernel where the kernel knows the way, decides the same, and steps aside elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import monkeyjump as mj
+from monkeyjump.ops.dispatch import implementation
+from monkeyjump.routing import router
+from monkeyjump.routing.granularity import Selection
+from tests.ops.common import DEVICE, error, normal
+
+routing = pytest.importorskip("monkeyjump.ops.routing")
+
+
+def centers(experts: int, width: int) -> list[torch.Tensor]:
+    return [normal(width, seed=3 + e) for e in range(experts)]
+
+
+LIMITS = [(16, 1024, True), (17, 16, False), (2, 8192, True), (1, 8193, False), (3, 8192, False), (5, 2048, True)]
+
+
+@pytest.mark.parametrize(("experts", "width", "fits"), LIMITS)
+def test_what_is_supported(experts: int, width: int, fits: bool) -> None:
+    """At most 16 experts, rows of 8192, and sums [E, D], both padded to powers of two, that fit into registers."""
+    assert routing.supported(experts, width) == fits
+
+
+def decide(implementation_: str, h: torch.Tensor, c: list[torch.Tensor], how: mj.MonkeyJumpConfig, **given: Any) -> Any:
+    arguments = {"mean": None, "selection": Selection(), "with_statistics": True, **given}
+    torch.manual_seed(0)
+    with implementation(implementation_):
+        return router.route(h, c, config=how, **arguments)
+
+
+def config(**changes: Any) -> mj.MonkeyJumpConfig:
+    return mj.MonkeyJumpConfig(target_modules=["q_proj"], **changes)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels' callers as they are called."""
+    called: list[str] = []
+    for name in ("route", "route_and_sum"):
+        original = getattr(routing, name)
+
+        def spy(*args: Any, _name: str = name, _original: Any = original) -> Any:
+            called.append(_name)
+            return _original(*args)
+
+        monkeypatch.setattr(routing, name, spy)
+    return called
+
+
+def assert_same_decision(found: router.Decision, other: router.Decision) -> None:
+    torch.testing.assert_close(found.gates, other.gates, rtol=1e-5, atol=1e-6)
+    assert (found.sums is None) == (other.sums is None)
+    if found.sums is not None and other.sums is not None and found.counts is not None and other.counts is not None:
+        assert error(found.sums, other.sums) < 2e-6
+        assert torch.equal(found.counts, other.counts)
+
+
+@pytest.mark.parametrize("with_statistics", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"top_k": 3, "temperature": 0.3},
+        {"top_k": 1, "renormalize": True},
+        {"ema_assign": "top1"},
+        {"ema_assign": "topk"},
+        {"ema_space": "raw"},
+    ],
+    ids=str,
+)
+def test_the_router_takes_the_kernel_and_decides_the_same(
+    changes: dict[str, Any], with_statistics: bool, launches: list[str]
+) -> None:
+    h, c, how = normal(2, 9, 20, seed=1, scale=2.0), centers(3, 20), config(**changes)
+    mask = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    mask[0, :4] = False
+    given = {"selection": Selection(queries=mask), "with_statistics": with_statistics}
+    found = decide("triton", h, c, how, **given)
+    assert launches == ["route_and_sum" if with_statistics else "route"]
+    assert_same_decision(found, decide("torch", h, c, how, **given))
+    assert len(launches) == 1
+
+
+ASIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another similarity": ({"similarity": "dot"}, {}),
+    "centred tokens": ({}, {"mean": "mean"}),
+    "a mean gate": ({"mean_gate": 0.5}, {}),
+    "noise": ({"jitter": 0.5}, {"training": True}),
+    "one decision for a row": ({}, {"selection": Selection(source=torch.tensor([[3], [1]]))}),
+    "pooled rows": ({}, {"selection": Selection(pool="mean")}),
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_the_kernel_steps_aside_for_what_it_does_not_know(name: str, launches: list[str]) -> None:
+    changes, given = ASIDE[name]
+    if "mean" in given:
+        given = {"mean": 0.1 * normal(20, seed=8)}
+    h, c, how = normal(2, 9, 20, seed=1), centers(3, 20), config(**changes)
+    assert_same_decision(decide("triton", h, c, how, **given), decide("torch", h, c, how, **given))
+    assert not launches
+
+
+def test_jitter_is_for_training_alone(launches: list[str]) -> None:
+    decide("triton", normal(2, 9, 20), centers(3, 20), config(jitter=0.5))
+    assert launches
+
+
+@pytest.mark.parametrize(("experts", "width"), [(17, 8), (1, 8_200)])
+def test_beyond_the_limits_torch_routes(experts: int, width: int, launches: list[str]) -> None:
+    h, c = normal(1, 3, width, seed=1), centers(experts, width)
+    assert_same_decision(decide("triton", h, c, config(top_k=1)), decide("torch", h, c, config(top_k=1)))
+    assert not launches
+
+
+def test_float64_states_take_torch(launches: list[str]) -> None:
+    h, c = normal(1, 3, 8, seed=1).double(), centers(2, 8)
+    decide("triton", h, c, config())
+    assert not launches
+
+
+def test_routing_has_no_gradient() -> None:
+    h = normal(1, 5, 8, seed=1).requires_grad_()
+    assert not decide("triton", h, centers(2, 8), config()).gates.requires_grad
