@@ -19,16 +19,19 @@ class PaddingCollator:
 
     T is the longest sequence, rounded up to a multiple of `multiple_of`, or to the smallest of `buckets` that holds it:
     few distinct shapes is what compilation and CUDA graphs need. Pads are on the right; they are masked by length,
-    because the pad token of many models is their eos, which must be learned.
+    because the pad token of many models is their eos, which must be learned. With `rows` every batch has that B: the
+    last one of an epoch is filled up with rows of padding alone, which no loss and no statistic counts.
     """
 
     pad_token_id: int
     multiple_of: int = 1
     buckets: tuple[int, ...] = ()
+    rows: int | None = None
 
     def __call__(self, items: Sequence[Encoded]) -> Batch:
-        width = self._width(max(len(item) for item in items))
-        shape = (len(items), width)
+        about = _about(items, self.rows)
+        about["task_ids"][len(items) :] = items[-1].task_id  # methods that learn by task look every id up
+        shape = (len(about["task_ids"]), self._width(max(len(item) for item in items)))
         input_ids = torch.full(shape, self.pad_token_id, dtype=torch.long)
         labels = torch.full(shape, IGNORE, dtype=torch.long)
         attention_mask = torch.zeros(shape, dtype=torch.long)
@@ -36,7 +39,7 @@ class PaddingCollator:
             input_ids[row, : len(item)] = torch.tensor(item.input_ids)
             labels[row, : len(item)] = torch.tensor(item.labels)
             attention_mask[row, : len(item)] = 1
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **_about(items)}
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **about}
 
     def _width(self, longest: int) -> int:
         if not self.buckets:
@@ -87,7 +90,7 @@ def _about(items: Sequence[Encoded], size: int | None = None) -> Batch:
     """What is known about each sequence, for task routing and for routing by the prompt."""
     missing = (size or len(items)) - len(items)
     if missing < 0:
-        raise ConfigError(f"max_sequences={size} is below the {len(items)} sequences of one row. Raise it.")
+        raise ConfigError(f"rows or max_sequences={size} is below the {len(items)} sequences given. Raise it.")
     return {
         "task_ids": torch.tensor([item.task_id for item in items] + [-1] * missing, dtype=torch.long),
         "prompt_lengths": torch.tensor([item.prompt_length for item in items] + [-1] * missing, dtype=torch.long),
