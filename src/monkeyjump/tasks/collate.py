@@ -19,17 +19,17 @@ class PaddingCollator:
 
     T is the longest sequence, rounded up to a multiple of `multiple_of`, or to the smallest of `buckets` that holds it:
     few distinct shapes is what compilation and CUDA graphs need. Pads are on the right; they are masked by length,
-    because the pad token of many models is their eos, which must be learned. With `rows` every batch has that B: the
-    last one of an epoch is filled up with rows of padding alone, which no loss and no statistic counts.
+    because the pad token of many models is their eos, which must be learned. A batch of less than
+    `rows` sequences, as the last of an epoch may be, is filled up with rows of padding alone, which are not counted.
     """
 
     pad_token_id: int
     multiple_of: int = 1
     buckets: tuple[int, ...] = ()
-    rows: int | None = None
+    rows: int = 0
 
     def __call__(self, items: Sequence[Encoded]) -> Batch:
-        about = _about(items, self.rows)
+        about = _about(items, max(self.rows, len(items)))
         about["task_ids"][len(items) :] = items[-1].task_id  # methods that learn by task look every id up
         shape = (len(about["task_ids"]), self._width(max(len(item) for item in items)))
         input_ids = torch.full(shape, self.pad_token_id, dtype=torch.long)
@@ -90,7 +90,7 @@ def _about(items: Sequence[Encoded], size: int | None = None) -> Batch:
     """What is known about each sequence, for task routing and for routing by the prompt."""
     missing = (size or len(items)) - len(items)
     if missing < 0:
-        raise ConfigError(f"rows or max_sequences={size} is below the {len(items)} sequences given. Raise it.")
+        raise ConfigError(f"max_sequences={size} is below the {len(items)} sequences of one row. Raise it.")
     return {
         "task_ids": torch.tensor([item.task_id for item in items] + [-1] * missing, dtype=torch.long),
         "prompt_lengths": torch.tensor([item.prompt_length for item in items] + [-1] * missing, dtype=torch.long),

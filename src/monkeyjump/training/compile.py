@@ -12,8 +12,8 @@ graph that is made again and again, are errors: torch would otherwise go on unco
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,17 @@ def compiled(
     if cuda_graphs:
         options["mode"] = "reduce-overhead"
     patched = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit))
+    call = torch.compile(_whole_call, **options)
     for part in parts:
-        part._compiled_call_impl = _TrainingCall(part, what, options)
+        part._compiled_call_impl = _TrainingCall(part, what, call)
     try:
         with patched, _measured() as report:
             yield report
     finally:
         for part in parts:
             del part._compiled_call_impl
+        # the graphs belong to the code they were made from, not to `call`: a later run would count them as its own
+        torch._dynamo.eval_frame.reset_code(_whole_call.__code__)
 
 
 def compiled_parts(base: nn.Module, what: str) -> list[Any]:
@@ -86,20 +89,19 @@ def _kind(module: nn.Module) -> tuple:
     return getattr(module, "attention_type", None), tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
 
 
+def _whole_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """A module with its hooks. `Module.compile()` makes a graph of the forward and others of the hooks; the router is a
+    hook and belongs into one graph with the projections that read its gates."""
+    return module._call_impl(*args, **kwargs)
+
+
 class _TrainingCall:
-    """Stands for a module's call where torch itself puts a compiled one: compiled while it trains, else as it is.
+    """Stands for a module's call where torch itself puts a compiled one: compiled while it trains, else as it is."""
 
-    `Module.compile()` compiles a module's forward and each of its hooks apart. The call is compiled here as a whole, so
-    that the router, which is a hook, is in one graph with the projections that read its gates.
-    """
-
-    def __init__(self, module: Any, what: str, options: dict[str, Any]) -> None:
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            return module._call_impl(*args, **kwargs)
-
+    def __init__(self, module: Any, what: str, call: Callable[..., Any]) -> None:
         self.module = module
         self.what = what
-        self.call = torch.compile(whole, **options)
+        self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
@@ -107,7 +109,7 @@ class _TrainingCall:
         from torch._dynamo import exc
 
         try:
-            return self.call(*args, **kwargs)
+            return self.call(self.module, *args, **kwargs)
         except exc.Unsupported as error:
             reason = f"the code of {type(self.module).__name__} cannot be traced as one graph"
             raise self._refused(reason, error) from error
@@ -144,8 +146,9 @@ def _measured() -> Iterator[CompileReport]:
     try:
         yield report
     finally:
-        callback_handler.remove_start_callback(start)
-        callback_handler.remove_end_callback(end)
+        with suppress(ValueError):  # torch._dynamo.reset() has removed them
+            callback_handler.remove_start_callback(start)
+            callback_handler.remove_end_callback(end)
 
 
 class OwnGradients:

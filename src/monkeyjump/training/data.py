@@ -84,7 +84,7 @@ def _padded(
 ) -> TrainingData:
     """Padded batches: multiples of 8 wide, or as wide as the recipe says, or, to be compiled, of the given sizes."""
     fixed = tuple(sorted(recipe.data.buckets)) or (sizes if recipe.train.compile else ())
-    rows = recipe.train.batch_size if recipe.train.compile else None
+    rows = recipe.train.batch_size if recipe.train.compile else 0
     collator = PaddingCollator(tokenizer.pad_token_id, multiple_of=8, buckets=fixed, rows=rows)
     return TrainingData(items, sampler, collator, len(fixed) or None)
 
