@@ -164,7 +164,8 @@ class OwnGradients:
 
     def begin(self) -> None:
         """Before every micro-batch: a new run of the graphs, and zeros where the last step left no gradient."""
-        torch.compiler.cudagraph_mark_step_begin()
+        if torch.cuda.is_available():
+            torch.compiler.cudagraph_mark_step_begin()
         empty = [
             (parameter, memory)
             for parameter, memory in zip(self.parameters, self.memory, strict=True)

@@ -186,7 +186,7 @@ def parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return text.split(",") if "," in text else text
+        return [parse_value(part) for part in text.split(",")] if "," in text else text
 
 
 def _typed(cls: type, settings: Mapping[str, Any], where: str, problems: list[str]) -> Any:
