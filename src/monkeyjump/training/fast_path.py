@@ -41,6 +41,7 @@ def fast_path(model: nn.Module, recipe: Recipe, shapes: int | None, on_gpu: bool
             graphs = train.cuda_graphs and on_gpu
             fast.compiled = stack.enter_context(compiled(model, what, shapes=shapes or 1, cuda_graphs=graphs))
             fast.gradients = OwnGradients(model) if graphs else None
+            print(f"compiling the {what}: the first batch of every shape takes longer")
         yield fast
     if fast.compiled is not None:
         print(fast.compiled)
