@@ -75,9 +75,6 @@ def test_sequence_routing_decodes_the_same_tokens() -> None:
     graphs_of_generations("sequence", 2)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the number of the generation is part of what the graph is checked against: a graph for each"
-)
 def test_one_graph_decodes_every_prompt_of_sequence_routing() -> None:
     assert graphs_of_generations("sequence", 2) == [1, 1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -88,6 +89,11 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     result.measurements = _measurements(trainer, seconds, fast)
     if interruptible.interrupted:
         return result
+    if (step := result.measurements["diverged_at"]) is not None:
+        print(
+            f"training diverged: the loss or its gradient was no finite number by step {step}. What is kept is the "
+            f"best checkpoint by validation; try a smaller train.lr than {recipe.train.lr:g}."
+        )
     result.best_validation = trainer.state.best_metric or 0.0
     if ranks.is_main_process:
         save_adapter(model, tokenizer, recipe)
@@ -183,12 +189,18 @@ def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recip
 
 
 def _measurements(trainer: TaskTrainer, seconds: float, fast: FastPath) -> dict[str, Any]:
-    steps = trainer.state.global_step
+    steps, logs = trainer.state.global_step, trainer.state.log_history
+    losses = [log["loss"] for log in logs if math.isfinite(log.get("loss", math.nan))]
     return {
         "steps": steps,
         "train_seconds": round(seconds, 2),
         "steps_per_second": round(steps / seconds, 4) if seconds else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-        "final_loss": next((log["loss"] for log in reversed(trainer.state.log_history) if "loss" in log), None),
+        "final_loss": losses[-1] if losses else None,
+        "diverged_at": next((log["step"] for log in logs if not _finite(log)), None),
         **fast.measurements(),
     }
+
+
+def _finite(log: dict[str, Any]) -> bool:
+    return all(math.isfinite(log.get(name, 0.0)) for name in ("loss", "grad_norm"))

@@ -140,6 +140,7 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArgu
         metric_for_best_model="eval_mean",
         greater_is_better=True,
         logging_steps=train.log_steps,
+        logging_nan_inf_filter=False,  # it would log a loss of 0 for NaN: a run that diverged must not look converged
         report_to=train.report_to or "none",
         seed=recipe.seed,
         data_seed=recipe.seed,
