@@ -28,7 +28,7 @@ class Decision:
 @torch.no_grad()
 def route(
     h: torch.Tensor,
-    centers: Sequence[torch.Tensor],
+    centers: Sequence[torch.Tensor] | torch.Tensor,
     mean: torch.Tensor | None,
     selection: Selection,
     config: MonkeyJumpConfig,
@@ -63,7 +63,7 @@ def route(
 
 def _in_one_kernel(
     h: torch.Tensor,
-    centers: Sequence[torch.Tensor],
+    centers: Sequence[torch.Tensor] | torch.Tensor,
     mean: torch.Tensor | None,
     selection: Selection,
     config: MonkeyJumpConfig,
@@ -80,7 +80,7 @@ def _in_one_kernel(
 
 def _fused(
     h: torch.Tensor,
-    centers: Sequence[torch.Tensor],
+    centers: Sequence[torch.Tensor] | torch.Tensor,
     queries: torch.Tensor | None,
     config: MonkeyJumpConfig,
     with_statistics: bool,

@@ -1,0 +1,84 @@
+"""Compile every kernel for a GPU on a machine without one; run as a script, one line for each kernel that compiles.
+
+The interpreter runs kernels as Python and knows nothing of the compiler's rules: types that do not match, code behind a
+`return`, a name that becomes a constant. The compiler needs no GPU, only a driver that says which one to build for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime.jit import JITFunction
+
+
+class Hopper(CudaDriver):
+    """Stands for an H100 or H200 as far as the compiler asks."""
+
+    def __init__(self) -> None:
+        """No library is loaded and no context is made."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        return 9, 0
+
+
+launch = JITFunction.run
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+    launch(self, *args, grid=grid, warmup=True, **options)
+    print(self.__name__)
+
+
+def low_rank_kernels(rank: int, projections: int) -> None:
+    """Every launcher once with and once without its optional parts."""
+    from monkeyjump.ops.kernels import lora, scale
+    from monkeyjump.ops.settings import Dropout, Strengths
+
+    N, D, wide = 64, 96, 80
+    x, base = torch.randn(N, D).bfloat16(), torch.randn(N, wide).bfloat16()
+    As, Bs = [torch.randn(rank, D)] * projections, [torch.randn(wide, rank)] * projections
+    parts = lora.Parts.of(N, projections * rank * (wide + D), x.device)
+    cases = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, 1)), (None, torch.rand(rank), None))
+    for dropout, diagonal, gate in cases:
+        z = lora.down(x, As, dropout)
+        strengths = Strengths(0.5, (gate,) * projections, (diagonal,) * projections)
+        lora.up([base] * projections, z, Bs, strengths, [base] * projections)
+        ts = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None, parts)
+        lora.down_backward(x, ts, As, dropout, x, parts, 16, add=dropout is None)
+        lora.down_backward(None, ts, As, dropout, x, parts, 16, add=False)
+        lora.down_backward(x, ts, As, dropout, None, parts, 16, add=False)
+        scale.scale(base, torch.rand(wide), 15, gate, 1)
+        scale.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
+    parts.total()
+
+
+def routing_kernels(dtype: torch.dtype, experts: int) -> None:
+    from monkeyjump.ops.kernels import route
+    from monkeyjump.ops.settings import Routing
+
+    h, queries = torch.randn(64, 96).to(dtype), torch.ones(64, dtype=torch.bool)
+    centers, settings = list(torch.randn(experts, 96)), Routing(1, 0.5, True, 1, True)
+    route.route(h, centers, settings)
+    route.route_and_sum(h, centers, queries, settings, list(torch.empty(experts, 96)), list(torch.empty(experts)))
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Hopper())
+    JITFunction.run = compile_only
+    torch.cuda.current_device = lambda: 0
+    low_rank_kernels(rank=2, projections=2)
+    routing_kernels(torch.bfloat16, experts=3)
+    routing_kernels(torch.float32, experts=2)
