@@ -132,6 +132,14 @@ def test_a_model_that_always_says_b(tokenizer, examples):
     assert [p.correct for p in predict(model, encoder, examples, "letter")] == [e.label == 1 for e in examples]
 
 
+def test_a_model_that_has_diverged_answers_nothing(tokenizer, examples):
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    predictions = predict(model, Encoder(tokenizer, answer_format="letter"), examples, "letter")
+    assert {(p.predicted, p.correct) for p in predictions} == {(-1, False)}
+
+
 def test_regression_predicts_the_expected_value(model, tokenizer):
     encoder = Encoder(tokenizer, answer_format="letter")
     items = [example(n, ("0", "1", "2"), score=0.5 * n, label=0) for n in range(4)]

@@ -25,6 +25,7 @@ class FakeRuns:
         self.asked: list[tuple[str, float, int, bool]] = []
         self.gates: list[float] = []
         self.tested: list[str] = []
+        self.diverge: set[float] = set()  # rates at which training blows up
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
         monkeypatch.setattr(module, "score_on_test", self.test)
@@ -39,7 +40,12 @@ class FakeRuns:
             interrupted=False,
             best_validation=1.0 - abs(lr - 2e-3),
             parameters=SimpleNamespace(trainable=10, router=0),
-            measurements={"steps": 5, "steps_per_second": 2.0, "peak_memory_bytes": None},
+            measurements={
+                "steps": 5,
+                "steps_per_second": 2.0,
+                "peak_memory_bytes": None,
+                "diverged_at": 3 if lr in self.diverge else None,
+            },
             report=self.report(recipe) if test else None,
             model=None,
             tokenizer=None,
@@ -72,6 +78,13 @@ def test_the_rate_is_chosen_on_validation_and_only_final_runs_see_test(fakes: Fa
     assert fakes.tested == ["lora"]  # the winner of the search is scored, not trained again
     assert [cell.seed for cell in found.final] == [0, 1]
     assert all("mean" in cell.metrics for cell in found.final)
+
+
+def test_a_rate_at_which_training_diverged_is_not_chosen(fakes: FakeRuns, tmp_path: Path) -> None:
+    fakes.diverge = {2e-3}  # the best by validation, taken from a checkpoint before it blew up
+    assert compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path).best_lr("lora") == 1e-3
+    fakes.diverge = {1e-3, 2e-3}
+    assert compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path / "b").best_lr("lora") == 2e-3
 
 
 def test_a_stopped_comparison_goes_on_where_it_stopped(fakes: FakeRuns, tmp_path: Path) -> None:

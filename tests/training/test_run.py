@@ -120,6 +120,17 @@ def test_the_best_checkpoint_is_the_one_that_is_kept(
     assert not same(weights(tmp_path), last)
 
 
+def test_a_run_that_diverges_says_so_and_when(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = recipe(recipe_file, tmp_path, "train.lr=1e30", "train.max_grad_norm=0.0", "train.log_steps=1")
+    result = run(chosen, test=False)
+    assert "training diverged" in capsys.readouterr().out
+    assert 1 <= result.measurements["diverged_at"] <= 8
+    stable = run(recipe(recipe_file, tmp_path / "stable"), test=False)
+    assert stable.measurements["diverged_at"] is None
+
+
 def test_early_stopping(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monkeyjump.training.run._validate", lambda *args: {"mean": 0.5})
     result = run(recipe(recipe_file, tmp_path, "train.max_steps=40", "train.patience=1"), test=False)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from monkeyjump.bench.variants import Built, Workload
-from monkeyjump.errors import ConfigError
 
 
 @dataclass
@@ -60,32 +57,3 @@ def _routing_losses(built: Built) -> list[torch.Tensor]:
         return []
     losses = [built.context.losses.take(), auxiliary_loss(built.causal_lm) if built.context.regularized else None]
     return [loss for loss in losses if loss is not None]
-
-
-def fused_loss_problems(device: str) -> list[str]:
-    problems = []
-    if importlib.util.find_spec("liger_kernel") is None:
-        problems.append("fused_loss needs liger-kernel, which is not installed: pip install liger-kernel.")
-    if torch.device(device).type != "cuda":
-        problems.append(f"fused_loss runs on a GPU, not on device={device!r}: leave it out.")
-    return problems
-
-
-def fuse_loss(model: Any) -> None:
-    """Let the causal LM make its loss without its logits (Liger's fused linear cross-entropy), and nothing else."""
-    from liger_kernel.transformers.monkey_patch import (
-        MODEL_TYPE_TO_APPLY_LIGER_FN,
-        _apply_liger_kernel_to_instance,
-    )
-
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(f"fused_loss: liger-kernel does not know models of type {kind!r}; leave it out.")
-    _apply_liger_kernel_to_instance(
-        model=model,
-        rope=False,
-        rms_norm=False,
-        swiglu=False,
-        cross_entropy=False,
-        fused_linear_cross_entropy=True,
-    )

@@ -1,27 +1,26 @@
-"""Peak memory of a training step of the whole causal LM, with the loss on all logits and with the fused one."""
+"""Peak memory of a training step of the whole causal LM, with the loss from logits and without them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from monkeyjump.bench.batch import fused_loss_problems
 from monkeyjump.bench.jobs import Job, Row
 from monkeyjump.bench.report import Table, ratio, size
-from monkeyjump.bench.step import StepSettings
+from monkeyjump.bench.step import StepSettings, fused_loss_problems
 
 SAME = ("mode", "loss")
 
 
 def memory_jobs(settings: StepSettings, names: list[str]) -> tuple[list[Job], list[str]]:
     """Every variant with each loss there is, and why one is missing."""
-    problems = fused_loss_problems(settings.workload.device)
+    missing = fused_loss_problems("liger", settings.workload.device)
     jobs = []
-    for fused in (False,) if problems else (False, True):
-        chosen = replace(settings, scope="model", fused_loss=fused)
-        labels = {"loss": "fused" if fused else "logits"}
+    for loss in ("off", "torch") if missing else ("off", "torch", "liger"):
+        chosen = replace(settings, scope="model", fused_loss=loss)
+        labels = {"loss": "logits" if loss == "off" else loss}
         jobs += [Job("monkeyjump.bench.step", name, asdict(chosen), chosen.modes, labels) for name in names]
-    return jobs, problems
+    return jobs, missing
 
 
 def memory_tables(rows: Sequence[Row], title: str) -> list[Table]:
@@ -30,7 +29,7 @@ def memory_tables(rows: Sequence[Row], title: str) -> list[Table]:
     groups = dict.fromkeys((row["mode"], row["loss"]) for row in rows)
     return [
         Table(
-            f"{title}, {mode}, loss from {'hidden states (fused)' if loss == 'fused' else 'logits'}",
+            f"{title}, {mode}, loss {'from logits' if loss == 'logits' else f'without logits ({loss})'}",
             columns,
             [_cells(row) for row in rows if (row["mode"], row["loss"]) == (mode, loss)],
         )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from monkeyjump.bench import gradients, tensors, timing
-from monkeyjump.bench.batch import fuse_loss, fused_loss_problems, make_batch, run_blocks, run_model
+from monkeyjump.bench.batch import make_batch, run_blocks, run_model
 from monkeyjump.bench.jobs import Row, failure
 from monkeyjump.bench.variants import Built, Workload, build, plain_model, skip_masks
 from monkeyjump.errors import ConfigError
+from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, liger_kernel, torch_kernel
 
 MODES = ("eager", "compile", "graph")
 SCOPES = ("blocks", "model")
@@ -33,7 +34,7 @@ class StepSettings:
     backend: str = "inductor"
     steps: int = 30
     warmup: int = 5
-    fused_loss: bool = False
+    fused_loss: str = "off"  # off: from logits; torch or liger: without them
     optimizer: bool = False
     check: bool = False
 
@@ -48,8 +49,8 @@ class StepSettings:
                 problems.append(f"{name}={value!r} must be one of {', '.join(known)}.")
         if "graph" in self.modes and not timing.is_cuda(self.workload.device):
             problems.append("modes='graph' needs a GPU: CUDA graphs exist on no other device; use eager or compile.")
-        if self.fused_loss:
-            problems += fused_loss_problems(self.workload.device)
+        if self.fused_loss != "off":
+            problems += fused_loss_problems(self.fused_loss, self.workload.device)
             if self.scope != "model":
                 problems.append(f"fused_loss needs scope='model', not {self.scope!r}: the blocks alone have no loss.")
         if self.check and self.workload.dropout:
@@ -60,6 +61,17 @@ class StepSettings:
             problems.append(f"steps={self.steps} must be at least 2 and warmup={self.warmup} at least 1.")
         if problems:
             raise ConfigError(problems, title="invalid bench")
+
+
+def fused_loss_problems(name: str, device: str) -> list[str]:
+    """Why this fused loss cannot be had."""
+    if name not in ("torch", "liger"):
+        return [f"fused_loss={name!r} must be torch or liger."]
+    try:
+        choose_kernel(name, timing.is_cuda(device))
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def settings_from(plain: dict[str, Any]) -> StepSettings:
@@ -88,6 +100,7 @@ class StepRun:
         self.reference: list[torch.Tensor] = []  # gradients of the last mode checked
         self.deviations: dict[str, float] = {}
         start, before = time.perf_counter(), timing.resident_bytes(self.device)
+        self.switched_on = ExitStack()  # for as long as this process lives
         self.built = self._build()
         self.batch = make_batch(self.built, settings.workload)
         self.resident = self._resident(before)
@@ -99,9 +112,12 @@ class StepRun:
     def _build(self) -> Built:
         base = plain_model(self.settings.workload)
         skip_masks(base)
-        if self.settings.fused_loss:
-            fuse_loss(base)
-        return build(self.method, self.settings.workload, base)
+        built = build(self.method, self.settings.workload, base)
+        if self.settings.fused_loss != "off":
+            built.model.train()  # it is the loss of a training forward
+            kernel = liger_kernel if self.settings.fused_loss == "liger" else torch_kernel
+            self.switched_on.enter_context(FusedLoss(built.model, kernel).installed())
+        return built
 
     def _resident(self, before: int | None) -> int:
         """Bytes of the model, its adapters and the batch: what is there between two steps."""

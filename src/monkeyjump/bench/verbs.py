@@ -60,11 +60,11 @@ def peaks(options: Namespace, tell: Tell) -> Outcome:
     jobs, missing = memory.memory_jobs(settings, names)
     session = _session(options, {**asdict(settings), "methods": names})
     session.same = memory.SAME
-    session.record.extra["fused_loss"] = missing or "measured"
+    session.record.extra["liger"] = missing or "measured"
     session.measure(jobs, _crew(options, session), tell)
     title = f"Memory of a step, {_size(options)}"
     picture = plots.memory(session.rows, session.output / "memory.png", title)
-    notes = [f"no fused loss: {problem}" for problem in missing]
+    notes = [f"not measured: {problem}" for problem in missing]
     return Outcome(session, memory.memory_tables(session.rows, title), picture, notes)
 
 
@@ -142,7 +142,7 @@ def _step_settings(options: Namespace, modes: tuple[str, ...]) -> StepSettings:
         backend=options.backend,
         steps=options.steps,
         warmup=options.warmup,
-        fused_loss=getattr(options, "fused_loss", False),
+        fused_loss=getattr(options, "fused_loss", None) or "off",
         optimizer=options.optimizer,
         check=getattr(options, "check", False),
     )

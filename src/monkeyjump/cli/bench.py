@@ -72,7 +72,7 @@ def _add_step(parser: argparse.ArgumentParser, kind: str) -> None:
         parser.add_argument(
             "--scope", default="blocks", help="blocks: no head, no loss; model: with both (default: %(default)s)"
         )
-        parser.add_argument("--fused-loss", action="store_true", help="liger-kernel's, which makes no logits")
+        parser.add_argument("--fused-loss", metavar="BY", help="torch or liger: a loss without logits (scope model)")
     if kind == "step":
         parser.add_argument("--check", action="store_true", help="compare the modes' gradients (needs --dropout 0)")
 

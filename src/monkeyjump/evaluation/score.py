@@ -137,7 +137,8 @@ def _likeliest(reader: AnswerReader, batch: list[_Job], per_token: bool) -> Iter
     for job, logprobs in zip(batch, totals, strict=True):
         lengths = [len(ids) if per_token else 1 for ids in job.answers]
         scores = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
-        best = max(range(len(scores)), key=scores.__getitem__)
+        numbers = [index for index, score in enumerate(scores) if not math.isnan(score)]
+        best = max(numbers, key=scores.__getitem__, default=-1)  # a model that has diverged answers nothing
         example = job.example
         yield Prediction(
             index=job.index,
@@ -145,7 +146,7 @@ def _likeliest(reader: AnswerReader, batch: list[_Job], per_token: bool) -> Iter
             gold=example.label,
             correct=best == example.label,
             scores=tuple(scores),
-            value=None if example.score is None else _expected(logprobs, example.options),
+            value=None if example.score is None or best < 0 else _expected(logprobs, example.options),
             gold_value=example.score,
         )
 

@@ -50,7 +50,8 @@ class Comparison:
 
     def best_lr(self, method: str) -> float:
         tried = [cell for cell in self.searched if cell.method == method]
-        return max(tried, key=lambda cell: cell.metrics["validation"]).lr if tried else self.lrs[method][0]
+        stable = [cell for cell in tried if cell.metrics.get("diverged_at") is None] or tried
+        return max(stable, key=lambda cell: cell.metrics["validation"]).lr if tried else self.lrs[method][0]
 
     def values(self, method: str, task: str) -> list[float]:
         """Test metric by seed, in the order of the seeds."""

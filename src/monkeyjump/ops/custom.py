@@ -11,8 +11,7 @@ import torch
 
 from monkeyjump.ops.kernels import lora
 from monkeyjump.ops.kernels import route as routing
-from monkeyjump.ops.kernels.route import Routing
-from monkeyjump.ops.strength import Dropout, Strengths, rank_gradients
+from monkeyjump.ops.settings import Dropout, Routing, Strengths, rank_gradients
 
 
 def plain(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
@@ -154,19 +153,6 @@ def _up_gradients(ctx: Any, dy: torch.Tensor) -> Any:
 
 
 lora_up.register_autograd(_up_gradients, setup_context=_save_up)
-
-
-@torch.library.custom_op("monkeyjump::route", mutates_args=())
-def route(
-    h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool
-) -> torch.Tensor:
-    """Gates of the tokens h [N, D]: [N, E], fp32, without gradient."""
-    return routing.route(h.contiguous(), centers, Routing(top_k, temperature, renormalize, top_k, True))
-
-
-@route.register_fake
-def _(h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool) -> torch.Tensor:
-    return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)
 
 
 @torch.library.custom_op("monkeyjump::route_and_sum", mutates_args=())

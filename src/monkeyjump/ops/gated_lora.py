@@ -13,26 +13,20 @@ Shapes: N tokens, D and O input and output width, R rank, C columns of B, G gate
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from monkeyjump.ops import custom, reference
+from monkeyjump.ops import custom, written_out
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.strength import Dropout, Strengths, rank_gradients
-
-CHOICE = {"down": "op", "up": "thin", "dx": "thin", "route": "op"}
-CHOICE.update(pair.split("=") for pair in os.environ.get("MJX", "").split(",") if pair)
-THIN = 8  # most columns of A that the compiled path writes out as sums over single columns
+from monkeyjump.ops.settings import Dropout, Strengths, rank_gradients
 
 
 def down(x: torch.Tensor, As: list[torch.Tensor], dropout: float) -> tuple[torch.Tensor, ...]:
     """z of every A, [N, R] fp32 each, with one dropout mask for all: x [..., D], A [R, D]."""
     seed = torch.randint(2**31, (), device=x.device) if dropout > 0 else None
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return tuple(_written_out(x.reshape(-1, x.shape[-1]), [A], _dropout(seed, dropout)) for A in As)
+        return tuple(written_out.down(x.reshape(-1, x.shape[-1]), [A], _dropout(seed, dropout)) for A in As)
     return _Down.apply(x, seed, dropout, *As)
 
 
@@ -52,7 +46,7 @@ def up(
         every = tokens // gate.shape[0]
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         flat = base.reshape(-1, base.shape[-1])
-        return _up_written_out(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
+        return written_out.up(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
     return _Up.apply(base, z, B, gate, diagonal, scale, every)
 
 
@@ -126,16 +120,9 @@ def _dropout(seed: torch.Tensor | None, p: float) -> Dropout | None:
 def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return kernels.down(x, As, dropout)
-    if CHOICE["down"] == "op":
-        return custom.lora_down(x, As, *custom.plain(dropout))
-    return _written_out(x, As, dropout)
-
-
-def _written_out(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
-    wide = x.float()
-    if dropout is not None:
-        wide = wide * reference.keep_mask(x.shape, dropout.seed, dropout.p) * dropout.scale
-    return thin_product(wide, torch.cat(As).to(x.dtype))
+    if "down" in written_out.TRAINING_PARTS:
+        return written_out.down(x, As, dropout)
+    return custom.lora_down(x, As, *custom.plain(dropout))
 
 
 def _down_backward(
@@ -145,60 +132,33 @@ def _down_backward(
     dropout: Dropout | None,
     dx_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, None without a dtype; dA, None without x)."""
     if not torch.compiler.is_compiling():
         return kernels.down_backward_alone(x, [dz.contiguous() for dz in dzs], As, dropout, dx_dtype)
-    dx = dA = None
-    if x is not None:
-        dA = custom.lora_down_backward(x, dzs, *custom.plain(dropout))
-    if dx_dtype is not None and CHOICE["dx"] == "op":
-        dx = custom.lora_down_input(dzs, As, *custom.plain(dropout), dx_dtype)
-    elif dx_dtype is not None:
-        dx = thin_expand(torch.cat(dzs, 1), torch.cat(As), dx_dtype)
-        if dropout is not None:
-            dx = dx * reference.keep_mask(dx.shape, dropout.seed, dropout.p) * dropout.scale
-        dx = dx.to(dx_dtype)
-    return dx, dA
+    dx = None
+    if dx_dtype is not None:
+        if "dx" in written_out.TRAINING_PARTS:
+            dx = written_out.down_input(dzs, As, dropout, dx_dtype)
+        else:
+            dx = custom.lora_down_input(dzs, As, *custom.plain(dropout), dx_dtype)
+    return dx, None if x is None else custom.lora_down_backward(x, dzs, *custom.plain(dropout))
 
 
-def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strengths) -> torch.Tensor:
+def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         y = torch.empty_like(base)
-        kernels.up([base], z, [B], strength, [y])
+        kernels.up([base], z, [B], strengths, [y])
         return y
-    if CHOICE["up"] == "op":
-        return custom.lora_up(base, z, B, strength.gates[0], strength.diagonals[0], strength.scale, strength.every)
-    return _up_written_out(base, z, B, strength)
-
-
-def _up_written_out(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strengths) -> torch.Tensor:
-    N, C = z.shape[0], B.shape[1]
-    zs = z.repeat(1, C // z.shape[1]) * strength.of(0, N, C)
-    return (base + thin_expand(zs, B.T, base.dtype)).to(base.dtype)
+    if "up" in written_out.TRAINING_PARTS:
+        return written_out.up(base, z, B, strengths)
+    return custom.lora_up(base, z, B, strengths.gates[0], strengths.diagonals[0], strengths.scale, strengths.every)
 
 
 def _up_backward(
-    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strength: Strengths, times_s: bool
+    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths, times_s: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.compiler.is_compiling():
-        return custom.lora_up_backward(
-            dy, z, B, strength.gates[0], strength.diagonals[0], strength.scale, strength.every, times_s
-        )
-    return kernels.up_backward_alone(dy, z, B, strength, times_s)
-
-
-def thin_expand(z: torch.Tensor, W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """z W for z [N, C] rounded to `dtype`, W [C, O]: with few columns a sum that can be fused, in fp32."""
-    z, W = z.to(dtype), W.to(dtype)
-    if z.shape[1] > THIN:
-        return F.linear(z, W.T)
-    total = z[:, :1].float() * W[0].float()
-    for column in range(1, z.shape[1]):
-        total = total + z[:, column : column + 1].float() * W[column].float()
-    return total
-
-
-def thin_product(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    """x W^T for x [N, D], W [C, D], as one sum over the row for each of the few columns, in fp32."""
-    if W.shape[0] > THIN:
-        return F.linear(x.to(W.dtype), W).float()
-    return torch.stack([(x * row.float()).sum(-1) for row in W.unbind()], -1)
+    """(t, dB)."""
+    if not torch.compiler.is_compiling():
+        return kernels.up_backward_alone(dy, z, B, strengths, times_s)
+    gate, diagonal = strengths.gates[0], strengths.diagonals[0]
+    return custom.lora_up_backward(dy, z, B, gate, diagonal, strengths.scale, strengths.every, times_s)

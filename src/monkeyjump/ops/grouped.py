@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
-from monkeyjump.ops.strength import Dropout, Strengths, rank_gradients
+from monkeyjump.ops.settings import Dropout, Strengths, rank_gradients
 
 FIELDS = 6  # tensors of one projection among the arguments of the autograd function
 

@@ -75,7 +75,7 @@ def _in_one_kernel(
         return False
     from monkeyjump.ops import routing
 
-    return routing.supported(len(centers), h.shape[-1])
+    return routing.supported(len(centers))
 
 
 def _fused(

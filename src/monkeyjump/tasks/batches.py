@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from monkeyjump.errors import ConfigError
 
@@ -22,6 +24,21 @@ def bucket(
         batches = [batch for batch in batches if len(batch) == batch_size]
     random.Random(key).shuffle(batches)
     return batches
+
+
+def bucket_sizes(lengths: Sequence[int], count: int = 4, multiple_of: int = 8) -> tuple[int, ...]:
+    """The at most `count` widths, multiples of `multiple_of`, that hold every sequence with the least padding."""
+    number = Counter(-(-length // multiple_of) * multiple_of for length in lengths)
+    widths = sorted(number)
+    below = [0, *accumulate(number[width] for width in widths)]  # below[i]: sequences that fit widths[i - 1]
+    # best[i]: the fewest padded tokens of the first i widths, and the chosen ones; one more of them every round
+    best: list[tuple[int, tuple[int, ...]]] = [(0, ()), *((below[i + 1] * w, (w,)) for i, w in enumerate(widths))]
+    for _ in range(count - 1):
+        best = [best[0]] + [
+            min((best[j][0] + w * (below[i + 1] - below[j]), (*best[j][1], w)) for j in range(i + 1))
+            for i, w in enumerate(widths)
+        ]
+    return best[-1][1]
 
 
 def pack(order: Sequence[int], lengths: Sequence[int], capacity: int, open_rows: int = 16) -> list[list[int]]:

@@ -19,16 +19,19 @@ class PaddingCollator:
 
     T is the longest sequence, rounded up to a multiple of `multiple_of`, or to the smallest of `buckets` that holds it:
     few distinct shapes is what compilation and CUDA graphs need. Pads are on the right; they are masked by length,
-    because the pad token of many models is their eos, which must be learned.
+    because the pad token of many models is their eos, which must be learned. A batch of less than
+    `rows` sequences, as the last of an epoch may be, is filled up with rows of padding alone, which are not counted.
     """
 
     pad_token_id: int
     multiple_of: int = 1
     buckets: tuple[int, ...] = ()
+    rows: int = 0
 
     def __call__(self, items: Sequence[Encoded]) -> Batch:
-        width = self._width(max(len(item) for item in items))
-        shape = (len(items), width)
+        about = _about(items, max(self.rows, len(items)))
+        about["task_ids"][len(items) :] = items[-1].task_id  # methods that learn by task look every id up
+        shape = (len(about["task_ids"]), self._width(max(len(item) for item in items)))
         input_ids = torch.full(shape, self.pad_token_id, dtype=torch.long)
         labels = torch.full(shape, IGNORE, dtype=torch.long)
         attention_mask = torch.zeros(shape, dtype=torch.long)
@@ -36,7 +39,7 @@ class PaddingCollator:
             input_ids[row, : len(item)] = torch.tensor(item.input_ids)
             labels[row, : len(item)] = torch.tensor(item.labels)
             attention_mask[row, : len(item)] = 1
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **_about(items)}
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **about}
 
     def _width(self, longest: int) -> int:
         if not self.buckets:

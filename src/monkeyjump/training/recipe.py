@@ -14,6 +14,7 @@ from typing import Any, Union
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.training.recipe_checks import check
 
 
 @dataclass
@@ -29,6 +30,7 @@ class DataSettings:
     validation: int = 200  # most validation rows of a task, taken from its training data
     max_length: int = 1024
     packing: bool = False  # padding-free rows of fixed length
+    buckets: list[int] = field(default_factory=list)  # widths of padded batches; []: multiples of 8, or few to compile
     streaming: bool = False  # read and encode while training, for data that does not fit in memory
 
 
@@ -47,6 +49,9 @@ class TrainSettings:
     max_grad_norm: float = 1.0
     bf16: bool | None = None  # None: on a GPU that has it
     gradient_checkpointing: bool = False
+    compile: bool | str = False  # blocks (true): each block, a short wait; model: all blocks as one graph, a long one
+    cuda_graphs: bool = False  # with compile=model, on a GPU: launch a whole pass at once
+    fused_loss: bool | str = "auto"  # no logits in training: liger, torch, true (the better there is); auto: on a GPU
     eval_steps: int | None = None  # None: four times in the run
     save_steps: int | None = None  # None: as often as it is evaluated
     keep_checkpoints: int = 2
@@ -124,39 +129,6 @@ def recipe_from(settings: Mapping[str, Any], title: str = "recipe") -> Recipe:
     return recipe
 
 
-def check(recipe: Recipe) -> list[str]:
-    """Problems with values, one sentence each."""
-    found = []
-    rules = [
-        ("data.answer", recipe.data.answer in ("letter", "text"), "must be 'letter' or 'text'"),
-        ("evaluate.mode", recipe.mode in ("letter", "text", "generate"), "must be letter, text or generate"),
-        ("data.max_length", recipe.data.max_length >= 8, "must be at least 8"),
-        ("data.validation", recipe.data.validation >= 1, "must be at least 1: the best checkpoint is chosen on it"),
-        ("train.lr", recipe.train.lr > 0, "must be above 0"),
-        ("train.epochs", recipe.train.epochs > 0, "must be above 0"),
-        ("train.max_steps", recipe.train.max_steps is None or recipe.train.max_steps > 0, "must be above 0"),
-        ("train.batch_size", recipe.train.batch_size >= 1, "must be at least 1"),
-        ("train.accumulation", recipe.train.accumulation >= 1, "must be at least 1"),
-        (
-            "train.keep_checkpoints",
-            recipe.train.keep_checkpoints >= 2,
-            "must be at least 2: one may be lost in a crash",
-        ),
-        ("train.warmup", 0 <= recipe.train.warmup < 1, "must be a share of the steps in [0, 1)"),
-        ("train.patience", recipe.train.patience is None or recipe.train.patience >= 1, "must be at least 1"),
-        ("tasks", len(recipe.tasks) > 0, "must name at least one task"),
-    ]
-    for name, ok, rule in rules:
-        if not ok:
-            value: Any = recipe
-            for part in name.split("."):
-                value = getattr(value, part)
-            found.append(f"{name}={value!r} {rule}.")
-    if recipe.data.streaming and recipe.train.max_steps is None:
-        found.append("data.streaming=true needs train.max_steps: the length of streamed data is not known.")
-    return found
-
-
 def _bundled() -> Any:
     return resources.files("monkeyjump") / "recipes"
 
@@ -214,7 +186,7 @@ def parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return text.split(",") if "," in text else text
+        return [parse_value(part) for part in text.split(",")] if "," in text else text
 
 
 def _typed(cls: type, settings: Mapping[str, Any], where: str, problems: list[str]) -> Any:

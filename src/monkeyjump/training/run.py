@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ import torch
 from accelerate import PartialState
 from peft import get_peft_model
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from monkeyjump import methods
@@ -22,12 +22,9 @@ from monkeyjump.evaluation.load import RECIPE_FILE
 from monkeyjump.evaluation.run import EvaluationReport, evaluate
 from monkeyjump.models import load_model
 from monkeyjump.tasks import Task, expand
-from monkeyjump.tasks.batches import BatchSampler
-from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
-from monkeyjump.tasks.encode import Encoder
-from monkeyjump.tasks.mixture import Mixture
-from monkeyjump.tasks.streaming import StreamingMixture
 from monkeyjump.training.callbacks import MonkeyJumpCallback
+from monkeyjump.training.data import training_data
+from monkeyjump.training.fast_path import FastPath, fast_path
 from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.trainer import TaskTrainer, early_stopping, last_checkpoint, training_arguments
@@ -63,34 +60,40 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     set_seed(recipe.seed)
     tasks = expand(recipe.tasks)
     model, tokenizer = _model(recipe)
-    data, sampler, collator = _data(recipe, tasks, tokenizer)
+    data = training_data(recipe, tasks, tokenizer)
     interruptible = Interruptible()
-    trainer = TaskTrainer(
-        model,
-        training_arguments(recipe, _steps(recipe, sampler), on_gpu=torch.cuda.is_available()),
-        data,
-        sampler,
-        collator,
-        lambda current: _validate(current, tokenizer, tasks, recipe),
-        [
-            MonkeyJumpCallback(seed=recipe.seed, dataloader=_calibration_data(recipe, data, tokenizer)),
-            ProgressBar(),
-            JsonLines(recipe.folder / "log.jsonl"),
-            interruptible,
-            *early_stopping(recipe),
-        ],
-    )
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    finally:
-        interruptible.restore()
+    with fast_path(model, recipe, data.shapes, on_gpu=torch.cuda.is_available()) as fast:
+        trainer = TaskTrainer(
+            model,
+            training_arguments(recipe, data.steps(recipe), on_gpu=torch.cuda.is_available()),
+            data,
+            lambda current: _validate(current, tokenizer, tasks, recipe),
+            [
+                MonkeyJumpCallback(seed=recipe.seed, dataloader=data.calibration),
+                ProgressBar(),
+                JsonLines(recipe.folder / "log.jsonl"),
+                interruptible,
+                *early_stopping(recipe),
+            ],
+            fast.gradients,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            interruptible.restore()
+        seconds = time.perf_counter() - started
     result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model), is_main=ranks.is_main_process)
-    result.measurements = _measurements(trainer, time.perf_counter() - started)
+    result.measurements = _measurements(trainer, seconds, fast)
     if interruptible.interrupted:
         return result
+    if (step := result.measurements["diverged_at"]) is not None:
+        print(
+            f"training diverged: the loss or its gradient was no finite number by step {step}. What is kept is the "
+            f"best checkpoint by validation; try a smaller train.lr than {recipe.train.lr:g}."
+        )
     result.best_validation = trainer.state.best_metric or 0.0
     if ranks.is_main_process:
         save_adapter(model, tokenizer, recipe)
@@ -159,64 +162,6 @@ def _model(recipe: Recipe) -> tuple[nn.Module, Any]:
     return get_peft_model(model, config), tokenizer
 
 
-def _data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> tuple[Any, BatchSampler | None, Any]:
-    data = recipe.data
-    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
-    collator: Any = PaddingCollator(tokenizer.pad_token_id, multiple_of=8)
-    if data.streaming:
-        return (
-            StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed),
-            None,
-            collator,
-        )
-    caps: dict[str, int] = {task.name: data.cap for task in tasks if data.cap is not None} | data.caps
-    mixture = Mixture.load(
-        tasks,
-        encoder,
-        data.folder,
-        caps=caps,
-        seed=recipe.seed,
-        weights=data.weights,
-        temperature=data.temperature or 1.0,
-    )
-    _report_encoding(encoder)
-    if data.packing:
-        capacity = data.max_length * recipe.train.batch_size
-        return (
-            mixture,
-            BatchSampler.packed(mixture.order, mixture.lengths, capacity),
-            PackingCollator(tokenizer.pad_token_id, length=capacity),
-        )
-    sampler = BatchSampler.bucketed(mixture.order, mixture.lengths, recipe.train.batch_size, recipe.seed)
-    return mixture, sampler, collator
-
-
-def _calibration_data(recipe: Recipe, data: Any, tokenizer: Any) -> DataLoader | None:
-    """Padded batches for the centres where training packs: its rows are filled by the sampler, not by the collator."""
-    if not recipe.data.packing or recipe.data.streaming:
-        return None
-    return DataLoader(
-        data,
-        batch_size=recipe.train.batch_size,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(recipe.seed),
-        collate_fn=PaddingCollator(tokenizer.pad_token_id, multiple_of=8),
-    )
-
-
-def _report_encoding(encoder: Encoder) -> None:
-    for name, count in encoder.counts.truncated.items():
-        print(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
-    for name, count in encoder.counts.dropped.items():
-        print(f"{name}: {count} training texts did not fit max_length even without context and were left out")
-
-
-def _steps(recipe: Recipe, sampler: BatchSampler | None) -> int:
-    if recipe.train.max_steps is not None or sampler is None:
-        return recipe.train.max_steps or 1
-    return max(1, int(recipe.train.epochs * len(sampler) / recipe.train.accumulation))
-
-
 def _scoring(recipe: Recipe) -> dict[str, Any]:
     return {
         "mode": recipe.mode,
@@ -243,12 +188,19 @@ def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recip
     return {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
 
 
-def _measurements(trainer: TaskTrainer, seconds: float) -> dict[str, Any]:
-    steps = trainer.state.global_step
+def _measurements(trainer: TaskTrainer, seconds: float, fast: FastPath) -> dict[str, Any]:
+    steps, logs = trainer.state.global_step, trainer.state.log_history
+    losses = [log["loss"] for log in logs if math.isfinite(log.get("loss", math.nan))]
     return {
         "steps": steps,
         "train_seconds": round(seconds, 2),
         "steps_per_second": round(steps / seconds, 4) if seconds else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-        "final_loss": next((log["loss"] for log in reversed(trainer.state.log_history) if "loss" in log), None),
+        "final_loss": losses[-1] if losses else None,
+        "diverged_at": next((log["step"] for log in logs if not _finite(log)), None),
+        **fast.measurements(),
     }
+
+
+def _finite(log: dict[str, Any]) -> bool:
+    return all(math.isfinite(log.get(name, 0.0)) for name in ("loss", "grad_norm"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
@@ -20,8 +21,8 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.batches import BatchSampler
-from monkeyjump.tasks.mixture import Mixture
+from monkeyjump.training.compile import OwnGradients
+from monkeyjump.training.data import TrainingData
 from monkeyjump.training.recipe import Recipe
 
 COMPLETE = "complete"  # written into a checkpoint when all else of it is
@@ -35,20 +36,20 @@ class TaskTrainer(Trainer):
         self,
         model: nn.Module,
         arguments: TrainingArguments,
-        data: Mixture | IterableDataset,
-        sampler: BatchSampler | None,
-        collator: Callable[[Sequence[Any]], dict[str, Any]],
+        data: TrainingData,
         scorer: Scorer,
         callbacks: list[TrainerCallback],
+        gradients: OwnGradients | None = None,
     ) -> None:
-        self._sampler = sampler
+        self._sampler = data.sampler
         self._scorer = scorer
+        self._gradients = gradients
         # The Trainer wants an evaluation set whenever it evaluates; `evaluate` below has its own.
         super().__init__(
             model=model,
             args=arguments,
-            data_collator=collator,
-            train_dataset=data,
+            data_collator=data.collator,
+            train_dataset=data.items,
             eval_dataset=[],
             callbacks=callbacks,
         )
@@ -66,6 +67,11 @@ class TaskTrainer(Trainer):
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
         )
         return self.accelerator.prepare(loader)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._gradients is not None:
+            self._gradients.begin()
+        return super().training_step(*args, **kwargs)
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         model = self.accelerator.unwrap_model(self.model)
@@ -134,6 +140,7 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArgu
         metric_for_best_model="eval_mean",
         greater_is_better=True,
         logging_steps=train.log_steps,
+        logging_nan_inf_filter=False,  # it would log a loss of 0 for NaN: a run that diverged must not look converged
         report_to=train.report_to or "none",
         seed=recipe.seed,
         data_seed=recipe.seed,

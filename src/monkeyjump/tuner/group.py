@@ -91,7 +91,7 @@ class BlockGroup:
         if self.staging:
             self._reduce_staged()
             self.staging = False
-        if self.fresh:
+        if self.fresh and self.kept is None:
             cache = getattr(output, "past_key_values", None)
             if cache is not None:
                 setattr(cache, KEPT, (self.context.generation, self.fresh))
@@ -154,11 +154,11 @@ class BlockGroup:
     def _kept_decisions(self, cache: Any) -> dict[tuple[str, str], torch.Tensor] | None:
         """The decisions the cached keys and values were made with; None for a new prompt."""
         kept = getattr(cache, KEPT, None)
-        if kept is None or kept[0] != self.context.generation:
+        if kept is None:
             return None
-        if not torch.compiler.is_compiling() and int(cache.get_seq_length()) == 0:
-            return None
-        return kept[1]
+        if torch.compiler.is_compiling():  # the prefill settled it; a counter in a guard would recompile every time
+            return kept[1]
+        return None if kept[0] != self.context.generation or int(cache.get_seq_length()) == 0 else kept[1]
 
     def _require_centers(self, name: str, config: MonkeyJumpConfig) -> None:
         if name in self.initialized or torch.compiler.is_compiling():

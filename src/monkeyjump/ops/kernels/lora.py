@@ -22,7 +22,7 @@ import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.tiles import INTERPRETED, TILES, padded, row_blocks
-from monkeyjump.ops.strength import Dropout, Strengths
+from monkeyjump.ops.settings import Dropout, Strengths
 
 WIDE = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there, operands are widened after rounding
 
@@ -31,14 +31,16 @@ WIDE = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there,
 def product(a, b):
     """a b, accumulated in fp32."""
     if WIDE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision="ieee")
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        result = tl.dot(a, b, input_precision="ieee")
+    return result
 
 
 @triton.jit
 def dropped(tile, rows, cols, width, seed, threshold):
     """The tile with the zeros of `reference.keep_mask`: entry i of x is kept as a pure function of (seed, i)."""
-    start = (rows.to(tl.uint32) * width) * 0x9E3779B1 + seed  # modulo 2 ** 32, as all of it
+    start = (rows.to(tl.uint32) * width + seed) * 0x9E3779B1  # modulo 2 ** 32, as all of it
     bits = start[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
     bits = (bits ^ (bits >> 15)) * 0x85EBCA6B
     return tl.where(bits >= threshold, tile, 0.0)

@@ -6,8 +6,6 @@ import functools
 import os
 from dataclasses import dataclass
 
-import torch
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined, so do we
 
 
@@ -19,12 +17,6 @@ def padded(columns: int, least: int = 16) -> int:
 
 def row_blocks(tokens: int, rows: int) -> int:
     return -(-tokens // rows)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; on the CPU, where kernels are interpreted, few programs are best."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @dataclass(frozen=True)
@@ -47,6 +39,9 @@ TILES = {
     "backward": Tile(32, 128),
     "down_backward": Tile(32, 128),
     "add_parts": Tile(32, 64),
+    "route": Tile(32, 128, stages=4),
+    "route_many": Tile(64, 128, stages=4),
+    "add_sums": Tile(32, 64),
     "scale": Tile(32, 128),
     "scale_backward": Tile(64, 128),
 }

@@ -1,4 +1,4 @@
-"""What multiplies the rank activation, and the mask on the input, as the kernels and their gradients take them.
+"""Settings of the ops as kernels and gradients take them: the mask on the input, the factor on the rank, the routing.
 
 Shapes: N tokens, R rank of one A, C columns of B, G gates of a token.
 """
@@ -51,6 +51,17 @@ class Strengths:
             gate = gate.repeat_interleave(C // gate.shape[1], 1)
             s = s * (gate if self.every == 1 else gate.repeat_interleave(self.every, 0))
         return s
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How similarities become gates and members; the fields of `MonkeyJumpConfig` that say so."""
+
+    top_k: int
+    temperature: float
+    renormalize: bool
+    member_k: int  # experts whose centre a token moves
+    unit: bool  # whether the centres follow unit tokens or raw ones
 
 
 def rank_gradients(

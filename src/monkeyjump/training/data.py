@@ -1,0 +1,124 @@
+"""What a recipe's training reads: the mixture, which sequences go into a batch, and how many shapes batches have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks import Task
+from monkeyjump.tasks.batches import BatchSampler, bucket_sizes
+from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
+from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.mixture import Mixture
+from monkeyjump.tasks.streaming import StreamingMixture
+from monkeyjump.training.recipe import Recipe
+
+# Widths of padded batches that are compiled: each is a compilation, short for blocks and long for a whole model.
+WIDTHS = {"blocks": 6, "model": 4}
+
+
+@dataclass
+class TrainingData:
+    """Data for a Trainer."""
+
+    items: Any
+    sampler: BatchSampler | None  # None: streamed
+    collator: Any
+    shapes: int | None  # how many shapes batches can have; None: as many as there are lengths
+    calibration: DataLoader | None = None  # for the centres, where the training batches themselves cannot be used
+
+    def steps(self, recipe: Recipe) -> int:
+        """Optimiser steps of the whole run."""
+        if recipe.train.max_steps is not None or self.sampler is None:
+            return recipe.train.max_steps or 1
+        return max(1, int(recipe.train.epochs * len(self.sampler) / recipe.train.accumulation))
+
+
+def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> TrainingData:
+    """The data of a recipe. Compiled training gets batches of few fixed shapes."""
+    data = recipe.data
+    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
+    if data.streaming:
+        items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)
+        # lengths are not known before they come: full, half and quarter length
+        sizes = bucket_sizes([-(-data.max_length // part) for part in (4, 2, 1)], count=3)
+        return _padded(recipe, tokenizer, items, None, sizes)
+    mixture = _mixture(recipe, tasks, encoder)
+    if data.packing:
+        return _packed(recipe, tokenizer, mixture)
+    longest = max(mixture.lengths)
+    if data.buckets and longest > max(data.buckets):
+        raise ConfigError(
+            f"data.buckets={data.buckets}: none holds the longest training text, {longest} tokens. Add a bucket as "
+            "large, or lower data.max_length."
+        )
+    sampler = BatchSampler.bucketed(mixture.order, mixture.lengths, recipe.train.batch_size, recipe.seed)
+    sizes = bucket_sizes(mixture.lengths, WIDTHS.get(str(recipe.train.compile), WIDTHS["blocks"]))
+    found = _padded(recipe, tokenizer, mixture, sampler, sizes)
+    _report_padding(mixture.lengths, found.collator.buckets)
+    return found
+
+
+def _mixture(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
+    data = recipe.data
+    caps: dict[str, int] = {task.name: data.cap for task in tasks if data.cap is not None} | data.caps
+    mixture = Mixture.load(
+        tasks,
+        encoder,
+        data.folder,
+        caps=caps,
+        seed=recipe.seed,
+        weights=data.weights,
+        temperature=data.temperature or 1.0,
+    )
+    _report_encoding(encoder)
+    return mixture
+
+
+def _padded(
+    recipe: Recipe, tokenizer: Any, items: Any, sampler: BatchSampler | None, sizes: tuple[int, ...]
+) -> TrainingData:
+    """Padded batches: multiples of 8 wide, or as wide as the recipe says, or, to be compiled, of the given sizes."""
+    fixed = tuple(sorted(recipe.data.buckets)) or (sizes if recipe.train.compile else ())
+    rows = recipe.train.batch_size if recipe.train.compile else 0
+    collator = PaddingCollator(tokenizer.pad_token_id, multiple_of=8, buckets=fixed, rows=rows)
+    return TrainingData(items, sampler, collator, len(fixed) or None)
+
+
+def _packed(recipe: Recipe, tokenizer: Any, mixture: Mixture) -> TrainingData:
+    capacity = recipe.data.max_length * recipe.train.batch_size
+    most = capacity // min(mixture.lengths) if recipe.train.compile else None
+    # rows are filled by the sampler, not by the collator: a loader that shuffles by itself cannot pack
+    calibration: DataLoader = DataLoader(
+        mixture,  # type: ignore[arg-type]
+        batch_size=recipe.train.batch_size,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(recipe.seed),
+        collate_fn=PaddingCollator(tokenizer.pad_token_id, multiple_of=8),
+    )
+    return TrainingData(
+        mixture,
+        BatchSampler.packed(mixture.order, mixture.lengths, capacity),
+        PackingCollator(tokenizer.pad_token_id, length=capacity, max_sequences=most),
+        shapes=1,
+        calibration=calibration,
+    )
+
+
+def _report_padding(lengths: list[int], sizes: tuple[int, ...]) -> None:
+    """What fixed widths cost; sequences of one batch differ, so it is a little more."""
+    if sizes:
+        padded = sum(min(size for size in sizes if size >= length) for length in lengths)
+        share = 1 - sum(lengths) / padded
+        print(f"batches are {', '.join(map(str, sizes))} tokens wide, {share:.0%} of it padding (data.packing: none)")
+
+
+def _report_encoding(encoder: Encoder) -> None:
+    for name, count in encoder.counts.truncated.items():
+        print(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
+    for name, count in encoder.counts.dropped.items():
+        print(f"{name}: {count} training texts did not fit max_length even without context and were left out")

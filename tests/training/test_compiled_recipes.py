@@ -1,0 +1,111 @@
+"""Recipes that compile: an epoch has the losses of an uncompiled one, and as many graphs as were promised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._dynamo
+
+from monkeyjump.training.compile import OwnGradients
+from monkeyjump.training.fast_path import fast_path
+from monkeyjump.training.recipe import load_recipe
+from monkeyjump.training.run import RunResult, run
+from tests.tiny_folder import save_tiny_model, write_recipe
+
+# what the compiler itself warns of while it traces
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_recipe(folder, save_tiny_model(folder / "tiny"))
+
+
+EPOCH = (
+    "train.max_steps=none", "train.epochs=1", "train.eval_steps=100", "train.save_steps=100",
+    "adapter.dropout=0", "data.cap=11", 'adapter.target_modules=["q_proj", "k_proj", "o_proj"]',
+    'adapter.shared_modules=["o_proj"]',
+)  # fmt: skip
+
+
+def trained(path: Path, output: Path, *overrides: str) -> tuple[RunResult, list[float]]:
+    """An epoch of 22 texts, the last batch incomplete, and its losses step by step."""
+    result = run(load_recipe(str(path), [f"output={output}", *EPOCH, *overrides]), test=False)
+    logs = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return result, [log["loss"] for log in logs if "loss" in log]
+
+
+def test_a_compiled_recipe_trains_the_same(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, losses = trained(recipe_file, tmp_path / "eager")
+    assert len(losses) == 6
+    assert "graphs" not in expected.measurements
+    monkeypatch.setattr("monkeyjump.training.compile.BACKEND", "eager")
+    for what, buckets, graphs in [("true", "[104, 112]", 4), ("model", "[112]", 1)]:
+        settings = (f"train.compile={what}", f"data.buckets={buckets}", "train.fused_loss=torch")
+        result, found = trained(recipe_file, tmp_path / what, *settings)
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert result.measurements["graphs"] == graphs
+        assert result.measurements["fused_loss"] == "torch"
+        assert 0 < result.measurements["compile_seconds"] < result.measurements["train_seconds"]
+        said = capsys.readouterr().out
+        assert f"{graphs} graph" in said
+        assert "compiled in" in said
+        assert all(part._compiled_call_impl is None for part in result.model.modules())
+
+
+def test_packed_rows_compile_once(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monkeyjump.training.compile.BACKEND", "eager")
+    packed = ("data.packing=true", "data.max_length=128")
+    _, losses = trained(recipe_file, tmp_path / "eager", *packed)
+    result, found = trained(recipe_file, tmp_path / "model", *packed, "train.compile=model")
+    assert len(losses) > 3
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert result.measurements["graphs"] == 1
+
+
+def test_cuda_graphs_reach_the_compiler_and_the_trainer(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with a GPU; here the compiler is asked for them and then replaced."""
+    asked: list[dict[str, Any]] = []
+    begun: list[int] = []
+    begin = OwnGradients.begin
+
+    def counting(self: OwnGradients) -> None:
+        begun.append(1)
+        begin(self)
+
+    def compiler(function: Any, **options: Any) -> Any:
+        asked.append(options)
+        return function
+
+    def on_gpu(*args: Any, **kwargs: Any) -> Any:
+        return fast_path(*args, **{**kwargs, "on_gpu": True})
+
+    monkeypatch.setattr("monkeyjump.training.run.fast_path", on_gpu)
+    monkeypatch.setattr("monkeyjump.training.compile.torch.compile", compiler)
+    monkeypatch.setattr(OwnGradients, "begin", counting)
+    settings = ("train.compile=model", "train.cuda_graphs=true", "train.accumulation=2", "train.fused_loss=off")
+    _, found = trained(recipe_file, tmp_path / "graphs", *settings)
+    monkeypatch.undo()
+    _, losses = trained(recipe_file, tmp_path / "plain", "train.accumulation=2", "train.fused_loss=off")
+    assert asked == [{"backend": "inductor", "fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}]
+    assert len(begun) == 6
+    assert found == pytest.approx(losses, rel=1e-6)
