@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from monkeyjump.ops.strength import Dropout, Strengths
 
 from monkeyjump.ops import reference
+from monkeyjump.ops.settings import Dropout, Strengths
 from tests.ops.common import DEVICE, normal, uniform
 
 pytest.importorskip("triton")
