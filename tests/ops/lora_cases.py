@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from monkeyjump.ops.strength import Dropout, Strengths
 
 from monkeyjump.ops import reference
+from monkeyjump.ops.settings import Dropout, Strengths
 from tests.ops.common import DEVICE, normal, uniform
 
 pytest.importorskip("triton")
@@ -110,8 +110,8 @@ CASES = {
     "odd and narrow": Case(N=13, D=7, outs=(5,), R=3, G=1),
     # two tiles in every direction, the second of them nearly empty
     "past every tile": Case(N=TALL + 1, D=WIDE + 1, outs=(WIDE + 3,), R=4, G=1),
-    # no masked entry at all
-    "exact tiles": Case(N=TALL, D=WIDE, outs=(WIDE,), R=16, G=1),
+    # no masked entry but of the last projection, which begins where the first one ends
+    "exact tiles": Case(N=TALL, D=WIDE, outs=(WIDE, 4), R=8, G=1),
     # the second of three projections begins at no power of two, and their widths differ: the last has two tiles
     "three share x": Case(N=TALL + 6, D=41, outs=(12, 7, WIDE + 3), R=3),
     # each with a gate and a diagonal of its own; the widest is first

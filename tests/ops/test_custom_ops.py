@@ -13,7 +13,7 @@ from torch._library.custom_ops import CustomOpDef
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
 
 pytest.importorskip("monkeyjump.ops.gated_lora")
-from monkeyjump.ops import custom, gated_lora, routing
+from monkeyjump.ops import custom, gated_lora, routing, written_out
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
 # what the compiler itself warns of while it traces
@@ -83,7 +83,6 @@ OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
         custom.lora_up_backward,
         lambda: (normal(N, OUT), normal(N, R), normal(OUT, R), uniform(N, 1), None, 0.7, 1, True),
     ),
-    "route": (custom.route, lambda: (x(), centers(), 2, 0.5, True)),
     "route_and_sum": (
         custom.route_and_sum,
         lambda: (x(), centers(), torch.arange(N, device=DEVICE) > 2, 2, 0.5, False, 2, False),
@@ -178,18 +177,31 @@ def compare(function: Callable[..., torch.Tensor], given: dict[str, torch.Tensor
         assert error(found_compiled[name], gradient) < tolerance, name
 
 
+ALL_PARTS = {"route", "down", "up", "dx"}
+
+
 @pytest.mark.parametrize(
-    ("rank", "dropout"),
-    [(gated_lora.THIN // 2, 0.4), (gated_lora.THIN, 0.0), (gated_lora.THIN + 1, 0.4)],
+    ("rank", "dropout", "parts"),
+    [
+        (written_out.MOST // 2, 0.4, None),
+        (written_out.MOST, 0.0, ALL_PARTS),
+        (written_out.MOST + 1, 0.4, ALL_PARTS),
+        (2, 0.4, set()),
+    ],
+    ids=["as it is", "sums", "products", "registered ops"],
 )
-def test_compiled_equals_eager(rank: int, dropout: float) -> None:
-    """Few ranks are written out as sums, more are one product; two that share x count together."""
+def test_compiled_equals_eager(
+    rank: int, dropout: float, parts: set[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few ranks are written out as sums, more are one product, and every part can be a registered op instead."""
+    if parts is not None:
+        monkeypatch.setattr(written_out, "TRAINING_PARTS", parts)
     given, how = layer_inputs(rank)
     how["dropout"] = dropout
     compare(lambda **leaves: one_layer(**leaves, how=how), given, 2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, gated_lora.THIN + 1), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, written_out.MOST + 1), (torch.bfloat16, 2)])
 def test_compiled_equals_eager_in_low_precision(dtype: torch.dtype, rank: int) -> None:
     given, how = layer_inputs(rank, dtype)
     compare(lambda **leaves: one_layer(**leaves, how=how), given, 2 * TOLERANCE[dtype])
@@ -233,8 +245,10 @@ def test_lengths_compile_no_more_than_twice() -> None:
         assert error(found, three_projections(x, base, *weights)) < 1e-6
 
 
-def test_compiled_routing_skips_padding_of_any_kind() -> None:
+@pytest.mark.parametrize("parts", [ALL_PARTS, set()], ids=["sums", "registered ops"])
+def test_compiled_routing_skips_padding_of_any_kind(parts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are no query hold NaN: neither sums nor counts see them."""
+    monkeypatch.setattr(written_out, "TRAINING_PARTS", parts)
     h, mask = normal(B, T, D, seed=1), torch.ones(B, T, dtype=torch.bool, device=DEVICE)
     mask[0, :2] = False
     h[~mask] = torch.nan

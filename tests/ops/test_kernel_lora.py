@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from monkeyjump.ops.strength import Dropout, Strengths
 
 from monkeyjump.ops import reference
+from monkeyjump.ops.settings import Dropout, Strengths
 from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal
 from tests.ops.lora_cases import OF_DOWN, OF_UP, TALL, WIDE, Case
 
