@@ -143,7 +143,7 @@ def test_dropout_acts() -> None:
 
 def test_cached_generation_is_uncached(launches: Counter[str]) -> None:
     """Prompts of several tokens, then one token at a time."""
-    model = adapted(tiny_llama(2), temperature=0.2).to(DEVICE).eval()
+    model = adapted(tiny_llama(1), temperature=0.2).to(DEVICE).eval()
     ids = padded([token_ids(1, length, seed=20 + length)[0] for length in (4, 6)], "left", 6).to(DEVICE)
     config = {"max_new_tokens": 3, "min_new_tokens": 3, "pad_token_id": PAD, "do_sample": False}
     found = {}
@@ -170,7 +170,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
         ("torch", "torch", dtype),
         ("triton", "triton", dtype),
     ):
-        model = adapted(tiny_llama(2), adapter="lora").to(DEVICE).to(cast).eval()
+        model = adapted(tiny_llama(1), adapter="lora").to(DEVICE).to(cast).eval()
         with implementation(choice), torch.no_grad():
             logits[name] = model(**batch).logits.float()
     off = {

@@ -92,10 +92,9 @@ def test_down_backward_adds_to_what_is_there(dropout: float, dtype: torch.dtype)
     assert error(dA, dz.T @ (x.double() * case.kept())) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_either_gradient_of_down_alone(dropout: float) -> None:
+def test_either_gradient_of_down_alone() -> None:
     """A frozen A needs no x, and an input without a gradient no dx: the other is not touched by that."""
-    case = Case(N=TALL + 1, D=WIDE + 1, outs=(1, 1), R=2, dropout=dropout)
+    case = Case(N=TALL + 1, D=WIDE + 1, outs=(1, 1), R=2, dropout=0.3)
     x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
     dx, dA = kernels.down_backward_alone(x, dzs, As, mask, torch.float32)
     only_dx, no_dA = kernels.down_backward_alone(None, dzs, As, mask, torch.float32)

@@ -223,14 +223,14 @@ def test_two_adapters_at_once() -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_a_model_of_its_own(how: str, passes: list[int]) -> None:
     """Made after a forward; it shares among its own projections and leaves the original alone."""
-    model = always_on(layers=2).eval()
+    model = always_on().eval()
     with implementation("triton"):
         before = logits(model)
         twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
         disturb(twin, seed=5)
         passes.clear()
         assert not torch.allclose(logits(twin), before, atol=1e-2)
-        assert passes == [3, 1, 3, 1]
+        assert passes == [3, 1]
         torch.testing.assert_close(logits(model), before, **CLOSE)
     assert_torch_agrees(twin)
     own, originals = set(map(id, layers_of(twin).values())), set(map(id, layers_of(model).values()))
