@@ -145,3 +145,29 @@ def test_an_adapter_of_the_users_own_keeps_its_formula() -> None:
         assert_torch_agrees(always_on(adapter="squashed").eval())
     finally:
         ADAPTERS.remove("squashed")
+
+
+def test_dropout_draws_the_same_before_and_after_groups_are_known() -> None:
+    """A resumed run watches again in its first step, and must draw what the uninterrupted one draws."""
+    outputs = []
+    for forwards in (0, 2):
+        model = always_on(dropout=0.5).train()
+        with implementation("triton"):
+            for _ in range(forwards):
+                logits(model)
+            torch.manual_seed(3)
+            outputs.append([logits(model), logits(model)])
+    for fresh, settled in zip(*outputs, strict=True):
+        torch.testing.assert_close(fresh, settled, **CLOSE)
+    assert not torch.allclose(outputs[0][0], outputs[0][1], atol=1e-3)
+
+
+def test_two_forwards_before_a_backward_with_checkpointing() -> None:
+    """Groups wait until the backward of what was seen has passed, or recomputation would find another graph."""
+    model = always_on(layers=2).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with implementation("triton"):
+        for _ in range(3):
+            loss = model(**batch(0)).loss + model(**batch(1)).loss
+            loss.backward()
+    assert all(layer.shared for layer in layers_of(model).values())

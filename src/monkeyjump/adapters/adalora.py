@@ -25,6 +25,7 @@ FACTORS = ("A", "B", "diagonal")
 @register
 class AdaLoraAdapter(LoraAdapter):
     name = "adalora"
+    fused = True
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)

@@ -34,7 +34,6 @@ from monkeyjump.ops import reference as ops
 @register
 class DoraAdapter(LoraAdapter):
     name = "dora"
-    fused = False  # the product is divided by a norm of the weight
     linear: BaseLinear | None = None
     folded: torch.Tensor | None = None  # m / n while merged: the merged weight no longer tells it
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,12 +20,19 @@ class LoraAdapter(Adapter):
     name = "lora"
     fused: ClassVar[bool] = True  # the delta is the gated product that the kernels compute; False where it is more
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """An adapter with a formula of its own is not what the kernels compute, unless it says that it is."""
+        super().__init_subclass__(**kwargs)
+        if "fused" not in vars(cls) and not {"delta", "strength", "forward"}.isdisjoint(vars(cls)):
+            cls.fused = False
+
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
         self.scaling = config.scaling
         self.dropout = config.dropout
         self.A = nn.Parameter(torch.empty(config.r, in_features, dtype=torch.float32))
         self.B = nn.Parameter(torch.empty(out_features, config.r, dtype=torch.float32))
+        self.seeds: Callable[[LoraAdapter, torch.device], torch.Tensor | None] | None = None  # of dropout masks
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -45,7 +53,9 @@ class LoraAdapter(Adapter):
         from monkeyjump.ops import gated_lora
 
         dropout = self.dropout if self.training else 0.0
-        return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, self.rank_scale(), dropout)
+        seed = self.seeds(self, x.device) if dropout and self.seeds is not None else None
+        (z,) = gated_lora.down(x, [self.A], dropout, seed)
+        return gated_lora.up(out, z, self.B, self.scaling, gate, self.rank_scale())
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         return ops.gated_lora(x, self.A, self.B, self.strength(gate), self.dropout if self.training else 0.0)

@@ -17,6 +17,7 @@ from monkeyjump.ops import reference as ops
 @register
 class LoraFaAdapter(LoraAdapter):
     name = "lora_fa"
+    fused = True
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)

@@ -49,6 +49,8 @@ def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
 class _Experts(LoraAdapter):
     """The rank activation of expert n, entries n * r to (n + 1) * r, is multiplied by gate n."""
 
+    fused = True
+
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(in_features, out_features, _widened(config, experts))
         self.experts = experts
@@ -92,6 +94,8 @@ class AdaLoraMixture(_Experts, AdaLoraAdapter):
 
 class _SharedA(_Experts):
     """HydraLoRA: one A, N B's (Tian et al., 2024). A x is formed once and each B gets it times its gate."""
+
+    fused = True
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(in_features, out_features, config, experts)

@@ -19,12 +19,14 @@ import torch
 
 from monkeyjump.ops import custom, written_out
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.settings import Dropout, Strengths, rank_gradients
+from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of
 
 
-def down(x: torch.Tensor, As: list[torch.Tensor], dropout: float) -> tuple[torch.Tensor, ...]:
-    """z of every A, [N, R] fp32 each, with one dropout mask for all: x [..., D], A [R, D]."""
-    seed = torch.randint(2**31, (), device=x.device) if dropout > 0 else None
+def down(
+    x: torch.Tensor, As: list[torch.Tensor], dropout: float, seed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """z of every A, [N, R] fp32 each, with one dropout mask for all, of this seed or a new: x [..., D], A [R, D]."""
+    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return tuple(written_out.down(x.reshape(-1, x.shape[-1]), [A], _dropout(seed, dropout)) for A in As)
     return _Down.apply(x, seed, dropout, *As)
@@ -42,7 +44,7 @@ def up(
     every = 1
     if gate is not None:
         tokens = z.shape[0]
-        gate = gate.reshape(-1, gate.shape[-1])
+        gate = gate_rows(gate)
         every = tokens // gate.shape[0]
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         flat = base.reshape(-1, base.shape[-1])
@@ -68,9 +70,9 @@ def gated_lora(
 class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor | None, p: float, *As: torch.Tensor) -> Any:
-        flat = x.reshape(-1, x.shape[-1])
-        z = _down(flat, list(As), _dropout(seed, p))
         trained = any(A.requires_grad for A in As)
+        flat, As = rows_of(x), tuple(A.contiguous() for A in As)
+        z = _down(flat, list(As), _dropout(seed, p))
         ctx.save_for_backward(flat if trained else None, seed, *As)
         ctx.p, ctx.shape, ctx.dtype = p, x.shape, x.dtype
         return z.split(As[0].shape[0], 1) if len(As) > 1 else (z,)
@@ -97,16 +99,16 @@ class _Up(torch.autograd.Function):
         scale: float,
         every: int,
     ) -> torch.Tensor:
+        flat, B = rows_of(base), B.contiguous()
         ctx.save_for_backward(z, B, gate, diagonal)
         ctx.scale, ctx.every = scale, every
-        flat = base.reshape(-1, base.shape[-1])
         return _up(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         z, B, gate, diagonal = ctx.saved_tensors
         strength = Strengths.single(ctx.scale, gate, diagonal, ctx.every)
-        flat = dy.reshape(-1, dy.shape[-1])
+        flat = rows_of(dy)
         simple = diagonal is None and z.shape[1] == B.shape[1] and not ctx.needs_input_grad[3]
         t, dB = _up_backward(flat, z, B, strength, simple)
         dz, dgate, ddiagonal = (t, None, None) if simple else rank_gradients(t, z, strength)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
-from monkeyjump.ops.settings import Dropout, Strengths, rank_gradients
+from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of
 
 FIELDS = 6  # tensors of one projection among the arguments of the autograd function
 
@@ -38,19 +38,17 @@ class Projection:
 
 
 def grouped_lora(
-    x: torch.Tensor, projections: Sequence[Projection], scale: float, dropout: float
+    x: torch.Tensor, projections: Sequence[Projection], scale: float, dropout: float, seed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """y of every projection for x [..., D]; all A of one shape, all gated or none."""
-    tokens = x.numel() // x.shape[-1]
-    every = 1
+    """y of every projection for x [..., D]; all A of one shape, all gated or none; one mask, of this seed or a new."""
+    gates = [None if projection.gate is None else gate_rows(projection.gate) for projection in projections]
+    if len({gate.stride(0) for gate in gates if gate is not None}) > 1:
+        gates = [None if gate is None else gate.contiguous() for gate in gates]
+    every = 1 if gates[0] is None else x.numel() // x.shape[-1] // gates[0].shape[0]
     arguments: list[torch.Tensor | None] = []
-    for projection in projections:
-        gate = projection.gate
-        if gate is not None:
-            gate = gate.reshape(-1, gate.shape[-1])
-            every = tokens // gate.shape[0]
+    for projection, gate in zip(projections, gates, strict=True):
         arguments += [projection.weight, projection.bias, projection.A, projection.B, gate, projection.diagonal]
-    seed = torch.randint(2**31, (), device=x.device) if dropout > 0 else None
+    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     return _apply(x, seed, (scale, dropout, every), *arguments)
 
 
@@ -58,7 +56,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor | None, settings: tuple, *arguments: Any) -> Any:
         scale, p, every = settings
-        flat = x.reshape(-1, x.shape[-1])
+        flat = rows_of(x)
         weights, biases, As, Bs, gates, diagonals = (arguments[i::FIELDS] for i in range(FIELDS))
         z = kernels.down(flat, As, None if seed is None else Dropout(seed, p))
         bases = [F.linear(flat, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -75,7 +73,7 @@ class _Grouped(torch.autograd.Function):
         scale, p, every = ctx.settings
         weights, _, As, Bs, gates, diagonals = (tuple(arguments[i::FIELDS]) for i in range(FIELDS))
         M, (R, D), C = len(As), As[0].shape, Bs[0].shape[1]
-        dys = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        dys = [rows_of(grad) for grad in grads]
         strengths = Strengths(scale, gates, diagonals, every)
         gate_grads = [ctx.needs_input_grad[3 + m * FIELDS + 4] for m in range(M)]
         simple = diagonals[0] is None and C == R and not any(gate_grads)

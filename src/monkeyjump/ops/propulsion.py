@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from monkeyjump.ops.kernels import scale as kernels
+from monkeyjump.ops.settings import gate_rows, rows_of
 
 
 def scaled(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None) -> torch.Tensor:
     """base + gate * ((1 + offset) ** degree - 1) * base: base [..., O], offset [O], gate [..., 1] without gradient."""
     every = 1
     if gate is not None:
-        gate = gate.reshape(-1, 1)
+        gate = gate_rows(gate)
         every = base.numel() // base.shape[-1] // gate.shape[0]
     return _Scaled.apply(base, offset, degree, gate, every)
 
@@ -26,7 +27,7 @@ class _Scaled(torch.autograd.Function):
     def forward(
         ctx: Any, base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None, every: int
     ) -> torch.Tensor:
-        flat = base.reshape(-1, base.shape[-1])
+        flat = rows_of(base)
         ctx.save_for_backward(flat, offset, gate)
         ctx.degree, ctx.every = degree, every
         return kernels.scale(flat, offset, degree, gate, every).view(base.shape)
@@ -35,6 +36,5 @@ class _Scaled(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         flat, offset, gate = ctx.saved_tensors
-        grad = dy.reshape(flat.shape)
-        dbase, doffset = kernels.scale_backward(grad, flat, offset, ctx.degree, gate, ctx.every)
+        dbase, doffset = kernels.scale_backward(rows_of(dy), flat, offset, ctx.degree, gate, ctx.every)
         return dbase.view(dy.shape), doffset, None, None, None

@@ -130,7 +130,8 @@ def keep_mask(shape: torch.Size, seed: torch.Tensor, dropout: float) -> torch.Te
     bits = torch.arange(shape.numel(), device=seed.device, dtype=torch.int64)
     # The seed comes before the factor: inductor would fold the factor into a 32-bit index expression.
     bits = ((bits + seed) * 0x9E3779B1) & low32
-    bits = ((bits ^ (bits >> 15)) * 0x85EBCA6B) & low32
+    # ... and again after it, or the masks of all seeds would be windows of one sequence.
+    bits = (((bits ^ (bits >> 15)) + seed * 0xC2B2AE35) * 0x85EBCA6B) & low32
     return (bits >= int(dropout * 2**32)).view(shape)
 
 

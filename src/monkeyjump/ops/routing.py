@@ -10,7 +10,7 @@ import torch
 from monkeyjump.ops import custom, reference, written_out
 from monkeyjump.ops.kernels import route as kernels
 from monkeyjump.ops.kernels.route import supported
-from monkeyjump.ops.settings import Routing
+from monkeyjump.ops.settings import Routing, rows_of
 
 __all__ = ["Routing", "route", "route_and_sum", "supported"]
 
@@ -19,14 +19,14 @@ def route(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> tor
     """Gates [B, T, E] of h [B, T, D], fp32."""
     if torch.compiler.is_compiling():
         return written_out.gates(h, centers, routing)[0]
-    return kernels.route(h.reshape(-1, h.shape[-1]), centers, routing).view(*h.shape[:-1], len(centers))
+    return kernels.route(rows_of(h), centers, routing).view(*h.shape[:-1], len(centers))
 
 
 def route_and_sum(
     h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gates [B, T, E]; sums [E, D] and counts [E] of the queries ([B, T] bool; None: every token) by expert."""
-    flat = h.reshape(-1, h.shape[-1])
+    flat = rows_of(h)
     if queries is not None:
         queries = queries.expand(h.shape[:-1]).reshape(-1)
     if not torch.compiler.is_compiling():

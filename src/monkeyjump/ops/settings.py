@@ -10,6 +10,21 @@ from dataclasses import dataclass
 import torch
 
 
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., W] as dense rows [N, W], which is what the kernels read; a copy only where it has to be."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def gate_rows(gate: torch.Tensor) -> torch.Tensor:
+    """A gate [..., G] as [N, G] with dense rows; the rows themselves may lie apart, as columns of a wider tensor do."""
+    gate = gate.reshape(-1, gate.shape[-1])
+    return gate if gate.shape[1] == 1 or gate.stride(1) == 1 else gate.contiguous()
+
+
+def new_seed(device: torch.device) -> torch.Tensor:
+    return torch.randint(2**31, (), device=device)
+
+
 @dataclass(frozen=True)
 class Dropout:
     """A mask made from its seed wherever it is needed, never stored."""

@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.routing.granularity import IGNORE
 from monkeyjump.tuner.auxiliary import auxiliary_loss
 from monkeyjump.tuner.block import BlockRouter
 from monkeyjump.tuner.group import BlockGroup
 from monkeyjump.tuner.losses import CarriedLoss, RouterLosses
 from monkeyjump.tuner.placement import Block
-from monkeyjump.tuner.sharing import SharedInput
+from monkeyjump.tuner.sharing import Sharing
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.layer import MonkeyJumpLayer
     from monkeyjump.tuner.sample import TokenCollector
     from monkeyjump.tuner.trace import RoutingTrace
 
@@ -45,7 +43,7 @@ class RoutingContext:
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None
         self.groups: dict[str, BlockGroup] = {}
-        self.shared: dict[tuple, SharedInput] = {}  # projections that may read the same tensor
+        self.sharing = Sharing()  # projections that may read the same tensor
         config = getattr(model, "config", None)
         can_generate = getattr(model, "can_generate", None)
         self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -71,14 +69,6 @@ class RoutingContext:
             group.routers[key] = kind(group, block, model.get_submodule(block.path))
         return group.routers[key]
 
-    def share(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
-        """Let a projection share its pass over the input with the other linears of its parent module."""
-        adapter = layer.monkeyjump_adapter[adapter_name]
-        if isinstance(adapter, LoraAdapter) and adapter.fused:
-            kind = (type(adapter), *adapter.A.shape, adapter.B.shape[1], routed)
-            key = (adapter_name, layer.path.rpartition(".")[0], *kind)
-            self.shared.setdefault(key, SharedInput(adapter_name)).join(layer)
-
     def routers(self) -> Iterator[BlockRouter]:
         for group in self.groups.values():
             yield from group.routers.values()
@@ -102,6 +92,7 @@ class RoutingContext:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.labels = kwargs.get("labels")
+        self.sharing.begin()
         if module.training and torch.is_grad_enabled():
             self.losses.clear()
         return args, self._take_extras(kwargs)
@@ -110,6 +101,7 @@ class RoutingContext:
         if module.training and torch.is_grad_enabled():
             output = self._with_auxiliary_loss(module, kwargs, output)
         self.labels = None
+        self.sharing.end()
         if not self.in_generation:
             self.task_ids = self.prompt_lengths = None
         return output

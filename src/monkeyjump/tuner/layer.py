@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import Adapter, Gate
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import dispatch
 from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
@@ -20,7 +21,7 @@ from monkeyjump.tuner.placement import Role
 if TYPE_CHECKING:
     from monkeyjump.tuner.block import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
-    from monkeyjump.tuner.sharing import SharedInput
+    from monkeyjump.tuner.sharing import Family, SharedInput
 
 UNINITIALIZED = -1  # value of `monkeyjump_step` while the centres wait for `initialize_centers`
 
@@ -102,7 +103,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         for name in self.other_param_names:
             setattr(self, name, Fp32BufferDict())
         self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
-        self.shared: dict[str, SharedInput] = {}  # adapter name -> the projections that read the same input
+        self.families: dict[str, Family] = {}  # adapter name -> the projections that may read the same input
+        self.shared: dict[str, SharedInput] = {}  # adapter name -> those that were found to
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
 
@@ -110,9 +112,9 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self, adapter_name: str, config: MonkeyJumpConfig, role: Role | None, inference_mode: bool = False
     ) -> None:
         """Add an adapter; `role` is None for one that is always on."""
-        self._leave_shared(adapter_name)
+        self.context.sharing.leave(adapter_name, self)
         self.monkeyjump_adapter[adapter_name] = new_adapter(config, role, FrozenLinear(self))
-        self.context.share(adapter_name, self, routed=role is not None)
+        self.context.sharing.join(adapter_name, self, routed=role is not None)
         router = new_router(config, role, self.in_features)
         if router is not None:
             self.monkeyjump_router[adapter_name] = router
@@ -171,10 +173,14 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
         """What the first of the projections that read x made for all of them, where that is faster."""
         names = self.active_adapters
-        if len(names) != 1 or torch.compiler.is_compiling():  # a compiler sees by itself who reads x
-            return None
-        group = self.shared.get(names[0])
-        return None if group is None else group.output(self, x)
+        if len(names) != 1 or self._disable_adapters or torch.compiler.is_compiling():
+            return None  # a compiler sees by itself who reads x
+        group, family = self.shared.get(names[0]), self.families.get(names[0])
+        if group is not None:
+            return group.output(self, x)
+        if family is not None and dispatch.uses_kernels(x):
+            family.watch(self, x)
+        return None
 
     def _gate(self, adapter_name: str, x: torch.Tensor) -> Gate:
         """The gate of each token of x [..., 1], or None where the adapter is always on."""
@@ -183,13 +189,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         router, position = self.routers[adapter_name]
         return router.gate(adapter_name, position, x)
 
-    def _leave_shared(self, adapter_name: str) -> None:
-        """Before an adapter goes: those that read the same input no longer compute its part."""
-        if adapter_name in self.shared:
-            self.shared[adapter_name].leave(self)
-
     def delete_adapter(self, adapter_name: str) -> None:
-        self._leave_shared(adapter_name)
+        self.context.sharing.leave(adapter_name, self)
         super().delete_adapter(adapter_name)
         router = self.routers.pop(adapter_name, None)
         if router is not None:

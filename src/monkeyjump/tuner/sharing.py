@@ -1,8 +1,13 @@
 """Projections that read the same tensor: the first of them computes all, so that the tensor is read once.
 
-No model code says which projections share an input. The linears of one parent that could are put together in their
-order (q, k, v, o; gate, up), and whoever turns up with another tensor than the one before it starts a group of its own:
-after one forward the groups are right, and at no time is anything returned that was computed from another tensor.
+No model code says which projections share an input: it is seen in a forward. The linears of one parent that could
+share are watched, in their order (q, k, v, o; gate, up); those that were called one after the other with the same
+tensor become a group when the next forward of the whole model begins, and not before a backward has gone through what
+was seen: a forward and its recomputation under gradient checkpointing must do the same. Whoever later turns up with
+another tensor computes by itself, and its group is watched anew.
+
+A family uses one dropout mask in one round of calls, grouped or not: a run that is resumed, and watches again, draws
+what the uninterrupted one draws.
 """
 
 from __future__ import annotations
@@ -14,46 +19,47 @@ import torch
 from torch import nn
 
 from monkeyjump.adapters.base import fits_tokens
+from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
+from monkeyjump.ops.settings import new_seed
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.layer import MonkeyJumpLayer
+
+MOST_RANKS = 64  # of all projections of a group together: more are as well computed one by one
 
 
 class SharedInput:
     """The projections of one group and what the first of them made for the others."""
 
-    def __init__(self, adapter_name: str) -> None:
-        self.adapter_name = adapter_name
-        self.members: list[MonkeyJumpLayer] = []
-        self._x: weakref.ref[torch.Tensor] | None = None
+    def __init__(self, family: Family, members: list[MonkeyJumpLayer]) -> None:
+        self.family = family
+        self.members = members
+        self._seen: tuple[weakref.ref[torch.Tensor], int] | None = None  # the tensor and its version
         self._made: dict[int, torch.Tensor] = {}
-
-    def join(self, layer: MonkeyJumpLayer) -> None:
-        self.members.append(layer)
-        layer.shared[self.adapter_name] = self
-
-    def leave(self, layer: MonkeyJumpLayer) -> None:
-        self.members = [member for member in self.members if member is not layer]
-        del layer.shared[self.adapter_name]
 
     def output(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor | None:
         """The output of this projection, adapter included; None if it has to be computed by itself."""
         if layer is self.members[0]:
-            self._x = weakref.ref(x)
+            self._seen = (weakref.ref(x), _version(x))
             self._made = self._make(x)
-        elif self._x is None or self._x() is not x:
-            return self._split(layer).output(layer, x)
+        elif not any(layer is member for member in self.members):  # a replica of a member
+            return None
+        elif self._seen is None or self._seen[0]() is not x or self._seen[1] != _version(x):
+            self.family.misjudged = True
+            return None
         return self._made.pop(id(layer), None)
 
+    def clear(self) -> None:
+        self._made = {}
+
     def _make(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
-        name, members = self.adapter_name, self.members
-        if not dispatch.uses_kernels(x):
-            return {}
-        if not all(_plain(member.base_layer, x.dtype) and _alone(member, name) for member in members):
+        name, members = self.family.adapter_name, self.members
+        if not dispatch.uses_kernels(x) or not all(_computable(member, name, x.dtype) for member in members):
             return {}
         gates = [member._gate(name, x) for member in members]
-        if not all(fits_tokens(gate, x) and (gate is None) == (gates[0] is None) for gate in gates):
+        shapes = {None if gate is None else gate.shape for gate in gates}
+        if len(shapes) > 1 or not fits_tokens(gates[0], x):
             return {}
         from monkeyjump.ops.grouped import Projection, grouped_lora
 
@@ -62,32 +68,154 @@ class SharedInput:
             base: Any = member.base_layer
             adapter: Any = member.monkeyjump_adapter[name]
             projections.append(Projection(base.weight, base.bias, adapter.A, adapter.B, gate, adapter.rank_scale()))
-        ys = grouped_lora(x, projections, adapter.scaling, adapter.dropout if adapter.training else 0.0)
+        dropout = adapter.dropout if adapter.training else 0.0
+        seed = self.family.seed([member.monkeyjump_adapter[name] for member in members], x.device) if dropout else None
+        ys = grouped_lora(x, projections, adapter.scaling, dropout, seed)
         return {id(member): y for member, y in zip(members, ys, strict=True)}
 
-    def _split(self, layer: MonkeyJumpLayer) -> SharedInput:
-        """A group of its own for this projection and those after it."""
-        place = next(i for i, member in enumerate(self.members) if member is layer)
-        group = SharedInput(self.adapter_name)
-        moved, self.members = self.members[place:], self.members[:place]
-        for member in moved:
-            group.join(member)
-        return group
+    def __getstate__(self) -> dict[str, Any]:
+        return {"family": self.family, "members": self.members, "_seen": None, "_made": {}}
+
+
+class Family:
+    """The linears of one parent module whose adapters are alike: who of them shares an input is found out here."""
+
+    def __init__(self, adapter_name: str) -> None:
+        self.adapter_name = adapter_name
+        self.layers: list[MonkeyJumpLayer] = []
+        self.misjudged = False  # some member of a group came with another tensor
+        self._seed: torch.Tensor | None = None
+        self._masked: set[int] = set()  # adapters that have used this seed
+        self._forget()
+
+    def _forget(self) -> None:
+        self.settled = False
+        self._last: weakref.ref[torch.Tensor] | None = None
+        self._follows: dict[int, bool] = {}  # layer -> whether it read what the one before it had read
+        self._complete = False  # whether what was seen may be acted upon
+
+    def join(self, layer: MonkeyJumpLayer) -> None:
+        self.layers.append(layer)
+        self._open()
+
+    def leave(self, layer: MonkeyJumpLayer) -> None:
+        self._open()
+        self.layers = [other for other in self.layers if other is not layer]
+
+    def watch(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> None:
+        """Note what a projection reads, while no groups are made."""
+        if not any(layer is other for other in self.layers):
+            return
+        same = self._last is not None and self._last() is x
+        self._follows[id(layer)] = same and self._follows.get(id(layer), True)
+        self._last = weakref.ref(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            x.register_hook(self._backward_came)
+        else:
+            self._complete = True
+
+    def settle(self) -> None:
+        """At the beginning of a forward: make groups of what was seen, or watch again where it was wrong."""
+        if self.misjudged:
+            self.misjudged = False
+            self._open()
+        if self.settled or not self._complete or len(self._follows) < len(self.layers):
+            return
+        groups: list[list[MonkeyJumpLayer]] = []
+        for layer in self.layers:
+            if groups and self._follows[id(layer)] and self._room(groups[-1]):
+                groups[-1].append(layer)
+            else:
+                groups.append([layer])
+        for members in groups:
+            group = SharedInput(self, members)
+            for layer in members:
+                layer.shared[self.adapter_name] = group
+        self.settled = True
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            if self.settled:
+                layer.shared[self.adapter_name].clear()
+
+    def seed_of(self, adapter: LoraAdapter, device: torch.device) -> torch.Tensor | None:
+        """The seed for one adapter; None for one that is no member (a replica), whose mask is its own."""
+        known = any(adapter is layer.monkeyjump_adapter[self.adapter_name] for layer in self.layers)
+        return self.seed([adapter], device) if known else None
+
+    def seed(self, adapters: list[Any], device: torch.device) -> torch.Tensor:
+        """The seed of this round of calls; a round is over when an adapter is called again."""
+        called = {id(adapter) for adapter in adapters}
+        if self._seed is None or called & self._masked:
+            self._seed, self._masked = new_seed(device), set()
+        self._masked |= called
+        return self._seed.to(device)
+
+    def _room(self, members: list[MonkeyJumpLayer]) -> bool:
+        adapter: Any = members[0].monkeyjump_adapter[self.adapter_name]
+        return (len(members) + 1) * adapter.B.shape[1] <= MOST_RANKS
+
+    def _open(self) -> None:
+        for layer in self.layers:
+            layer.shared.pop(self.adapter_name, None)
+        self._forget()
+
+    def _backward_came(self, gradient: torch.Tensor) -> None:
+        self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"adapter_name": self.adapter_name, "members": self.members, "_x": None, "_made": {}}
+        return {**vars(self), "_last": None, "_follows": {}, "_complete": False, "_seed": None, "_masked": set()}
 
 
-def _plain(base: nn.Module, dtype: torch.dtype) -> bool:
-    """A frozen `nn.Linear` whose forward nobody hooked into or replaced, as quantising, sharding, offloading do."""
-    if type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base):
+class Sharing:
+    """All families of a model."""
+
+    def __init__(self) -> None:
+        self.families: dict[tuple, Family] = {}
+
+    def join(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
+        """Let a projection share its pass over the input with the other linears of its parent module."""
+        adapter = layer.monkeyjump_adapter[adapter_name]
+        if isinstance(adapter, LoraAdapter) and adapter.fused:
+            kind = (type(adapter), *adapter.A.shape, adapter.B.shape[1], routed)
+            key = (adapter_name, layer.path.rpartition(".")[0], *kind)
+            family = self.families.setdefault(key, Family(adapter_name))
+            family.join(layer)
+            layer.families[adapter_name] = family
+            adapter.seeds = family.seed_of
+
+    def leave(self, adapter_name: str, layer: MonkeyJumpLayer) -> None:
+        family = layer.families.pop(adapter_name, None)
+        if family is not None:
+            family.leave(layer)
+
+    def begin(self) -> None:
+        for family in self.families.values():
+            family.settle()
+
+    def end(self) -> None:
+        """What was made and not asked for is let go."""
+        for family in self.families.values():
+            family.clear()
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _computable(layer: MonkeyJumpLayer, adapter_name: str, dtype: torch.dtype) -> bool:
+    """Whether a projection is nothing but a frozen `nn.Linear` and this one adapter, and nobody looks inside.
+
+    Quantising, sharding and offloading replace the linear, hook into it, or replace its forward.
+    """
+    base, adapter = layer.base_layer, layer.monkeyjump_adapter[adapter_name]
+    if type(base) is not nn.Linear or "forward" in vars(base) or layer.active_adapters != [adapter_name]:
         return False
-    return base.weight.dtype == dtype and not base.weight.requires_grad
-
-
-def _alone(layer: MonkeyJumpLayer, adapter_name: str) -> bool:
-    """Whether this adapter is the only one to act, and nobody wants to see what it acts on."""
-    if layer.active_adapters != [adapter_name] or layer.disable_adapters or layer.merged:
+    if base._forward_hooks or base._forward_pre_hooks or adapter._forward_hooks or adapter._forward_pre_hooks:
+        return False
+    if layer.disable_adapters or layer.merged or base.weight.dtype != dtype or base.weight.requires_grad:
+        return False
+    if base.bias is not None and base.bias.requires_grad:
         return False
     router = layer.routers.get(adapter_name)
     return router is None or not router[0].observes(adapter_name)

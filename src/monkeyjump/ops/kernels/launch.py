@@ -1,12 +1,14 @@
 """Launching a kernel again without asking Triton what kind of arguments it has.
 
 Triton looks at every argument of every launch to find the variant it has compiled: 20 to 50 microseconds of host time
-for kernels with many arguments, as long as several launches. The variant depends on dtypes, on integers, and on
-pointers only by their alignment; with these as a key, the compiled kernel is found in a dictionary and called directly.
+for kernels with many arguments, as long as several launches. The variant depends on dtypes, on pointers only by their
+alignment and on integers only by few properties; with these as a key, the compiled kernel is found in a dictionary and
+called directly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,13 +22,20 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.compiled: dict[tuple, Any] = {}
+        # where the arguments begin that are constants to the compiler: they come last
+        self.constants = 0 if INTERPRETED else sum(not parameter.is_constexpr for parameter in kernel.params)
 
     def __call__(self, grid: tuple[int, int], *args: Any, warps: int = 4, stages: int = 3) -> None:
         """Launch with all arguments of the kernel, in their order; `warps` and `stages` must follow from these."""
         if INTERPRETED:
             self.kernel[grid](*args)
             return
-        variant = (torch.cuda.current_device(), *_traits(args))
+        device = _device(args)
+        if device != torch.cuda.current_device():  # Triton launches on the current one
+            with torch.cuda.device(device):
+                self(grid, *args, warps=warps, stages=stages)
+            return
+        variant = (device, *_traits(args[: self.constants]), args[self.constants :])
         compiled = self.compiled.get(variant)
         if compiled is None:
             self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
@@ -34,8 +43,17 @@ class Launcher:
             compiled[(*grid, 1)](*args)
 
 
-def _traits(args: tuple) -> list[Any]:
-    """What Triton specialises a kernel on: dtypes, alignment of pointers, integers; not floats."""
+def _device(args: Iterable[Any]) -> int:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.get_device()
+        if type(arg) is tuple:
+            return _device(arg)
+    raise ValueError("a kernel needs a tensor")
+
+
+def _traits(args: Iterable[Any]) -> list[Any]:
+    """What Triton specialises a kernel on; not floats."""
     found: list[Any] = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -43,6 +61,8 @@ def _traits(args: tuple) -> list[Any]:
         elif type(arg) is tuple:
             found.append(len(arg))
             found += _traits(arg)
+        elif type(arg) is int:
+            found.append((arg == 1, arg % 16 == 0, arg.bit_length() > 31))
         elif type(arg) is not float:
             found.append(arg)
     return found

@@ -42,7 +42,7 @@ def dropped(tile, rows, cols, width, seed, threshold):
     """The tile with the zeros of `reference.keep_mask`: entry i of x is kept as a pure function of (seed, i)."""
     start = (rows.to(tl.uint32) * width + seed) * 0x9E3779B1  # modulo 2 ** 32, as all of it
     bits = start[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
-    bits = (bits ^ (bits >> 15)) * 0x85EBCA6B
+    bits = ((bits ^ (bits >> 15)) + seed * 0xC2B2AE35) * 0x85EBCA6B
     return tl.where(bits >= threshold, tile, 0.0)
 
 
@@ -179,7 +179,7 @@ def add_parts_kernel(parts, out, P, W, BP: tl.constexpr, BW: tl.constexpr):
     for start in range(0, P, BP):
         blocks = start + tl.arange(0, BP)
         mask = (blocks < P)[:, None] & (cols < W)[None, :]
-        acc += tl.load(parts + blocks[:, None] * W + cols[None, :], mask=mask, other=0.0)
+        acc += tl.load(parts + blocks.to(tl.int64)[:, None] * W + cols[None, :], mask=mask, other=0.0)
     tl.store(out + cols, tl.sum(acc, 0), mask=cols < W)
 
 

@@ -38,12 +38,12 @@ def halves(value, dtype: tl.constexpr):
 
 @triton.jit
 def precise_product(a, b, NARROW: tl.constexpr):
-    """a b for b fp32: on the matrix units, without losing what the narrow type of a cannot hold of b."""
+    """a b for b fp32. bf16, which has the range of fp32, multiplies both halves of b; other types are widened."""
     if NARROW:
         high, low = halves(b, a.dtype)
         result = product(a, high) + product(a, low)
     else:
-        result = product(a, b)
+        result = product(a.to(tl.float32), b)
     return result
 
 
@@ -104,7 +104,9 @@ def add_sums_kernel(parts, numbers, sums, counts, P, D,
             for start in range(0, P, BP):
                 programs = start + tl.arange(0, BP)
                 mask = (programs < P)[:, None] & (cols < D)[None, :]
-                acc += tl.load(parts + (programs[:, None] * E + e) * D + cols[None, :], mask=mask, other=0.0)
+                acc += tl.load(
+                    parts + (programs.to(tl.int64)[:, None] * E + e) * D + cols[None, :], mask=mask, other=0.0
+                )
             tl.store(sums[e] + cols, tl.sum(acc, 0), mask=cols < D)
             if tl.program_id(1) == 0:
                 number = tl.zeros((ALL,), tl.float32)
@@ -162,7 +164,7 @@ def _launch(
     _route(
         (row_blocks(N, tile.rows), 1), h, tuple(centers), queries, *outputs, N, D, 1 / routing.temperature,
         routing.top_k, routing.member_k, routing.renormalize, routing.unit,
-        h.dtype != torch.float32, padded(len(centers)), tile.rows, tile.width(D), warps=tile.warps, stages=tile.stages,
+        h.dtype == torch.bfloat16, padded(len(centers)), tile.rows, tile.width(D), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
