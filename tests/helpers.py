@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
@@ -21,6 +22,13 @@ ADAPTER_NAMES = ("lora", "lora_fa", "adalora", "propulsion")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 SHARED = ["o_proj", "gate_proj"]
 ROUTED = ["q_proj", "k_proj", "v_proj"]
+
+# for tests that compile: what the compiler itself warns of while it traces, and nothing left of the test before
+COMPILING = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 torch.set_num_threads(1)  # models this small only lose by more
 

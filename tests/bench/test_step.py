@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,13 @@ from monkeyjump.bench.step import StepRun, StepSettings
 from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, Workload, plain_model, variant_names
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
+from tests.helpers import COMPILING
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-]
+pytestmark = COMPILING
 MODES = ("eager", "compile")
 TINY = Workload(shape="tiny", layers=4, batch=2, tokens=8, dtype="float32", device="cpu", dropout=0.0)
 EAGER = StepSettings(TINY, modes=("eager",), steps=2, warmup=1)
 SMALL = ["--shape", "tiny", "--device", "cpu", "--batch", "2", "--tokens", "8", "--steps", "3", "--warmup", "1"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:

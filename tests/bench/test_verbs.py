@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,11 @@ from monkeyjump.bench.variants import Workload, build, method_config
 from monkeyjump.cli.bench import KINDS
 from monkeyjump.cli.main import main
 from monkeyjump.tuner import calibrate
+from tests.helpers import COMPILING
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+pytestmark = COMPILING
 SMALL = ["--device", "cpu", "--shape", "tiny", "--batch", "2", "--tokens", "8", "--jobs", "0"]
 TINY = Workload(shape="tiny", batch=2, tokens=8, dtype="float32", device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def bench(kind: str, folder: Path, *options: str) -> dict[str, Any]:

@@ -7,21 +7,16 @@ Monkey Jump, in `tests/tuner/test_compile.py`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 
-from tests.helpers import assert_same, gradients, routing_state, tiny_llama
+from tests.helpers import COMPILING, assert_same, gradients, routing_state, tiny_llama
 from tests.methods.common import LOUD, METHODS, batch_for, moved
 
-# what the compiler itself warns of while it traces
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-]
+pytestmark = COMPILING
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
 
 # two projections and one block are the whole structure, and half the time
@@ -31,13 +26,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "moe_adalora": {**TWO, "target_r": 1, "total_step": 4, "score_per_token": True},
     **{case: {"target_modules": ["q_proj", "v_proj", "o_proj"]} for case in METHODS if case.startswith("mj")},
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +10,10 @@ import torch
 import torch._dynamo
 from peft import PeftModel
 
-from tests.helpers import assert_same, gradients, lm_batch, tiny_llama
+from tests.helpers import COMPILING, assert_same, gradients, lm_batch, tiny_llama
 from tests.methods.structures import adapted_mixlora, adapted_moa, adapted_more
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = COMPILING
 
 
 def steps(model: PeftModel, call: Any, tasks: bool) -> list[dict[str, torch.Tensor]]:

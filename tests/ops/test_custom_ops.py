@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,24 +10,14 @@ import torch
 import torch._dynamo
 from torch._library.custom_ops import CustomOpDef
 
+from tests.helpers import COMPILING
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
 
 pytest.importorskip("monkeyjump.ops.gated_lora")
 from monkeyjump.ops import custom, gated_lora, routing, written_out
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
-# what the compiler itself warns of while it traces
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = COMPILING
 
 
 N, D, OUT, R = 7, 10, 6, 2

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo
 
 from monkeyjump.training.compile import OwnGradients
 from monkeyjump.training.fast_path import fast_path
 from monkeyjump.training.recipe import load_recipe
 from monkeyjump.training.run import RunResult, run
+from tests.helpers import COMPILING
 from tests.tiny_folder import save_tiny_model, write_recipe
 
-# what the compiler itself warns of while it traces
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = COMPILING
 
 
 @pytest.fixture(scope="module")

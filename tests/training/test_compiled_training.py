@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,21 +14,10 @@ from torch._dynamo.backends.registry import lookup_backend
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.compile import OwnGradients, compiled, compiled_parts
 from tests.architectures.test_architectures import MODELS
-from tests.helpers import adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama, wrap
+from tests.helpers import COMPILING, adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama, wrap
 
-# what the compiler itself warns of while it traces
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-]
+pytestmark = COMPILING
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Counted:

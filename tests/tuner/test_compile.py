@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo
 from peft import PeftModel
 
-from tests.helpers import adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
+from tests.helpers import COMPILING, adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
 
-# what the compiler itself warns of while it traces
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-]
+pytestmark = COMPILING
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def three_steps(model: PeftModel, call: Any) -> list[dict[str, torch.Tensor]]:
