@@ -12,6 +12,9 @@ Shapes: D, O input and output width, R ranks, N experts (1 here; a mixture has s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 import torch
 from torch import nn
 
@@ -26,6 +29,7 @@ FACTORS = ("A", "B", "diagonal")
 class AdaLoraAdapter(LoraAdapter):
     name = "adalora"
     fused = True
+    experts = 1  # in one adapter; a mixture has more
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
@@ -58,11 +62,18 @@ class AdaLoraAdapter(LoraAdapter):
         return scale if gate is None else gate * scale
 
     def auxiliary_loss(self) -> torch.Tensor:
-        """Mean of ||A A^T - I||_F and ||B^T B - I||_F."""
-        eye = torch.eye(self.A.shape[0], device=self.A.device, dtype=self.A.dtype)
-        rows = torch.linalg.matrix_norm(self.A @ self.A.T - eye)
-        columns = torch.linalg.matrix_norm(self.B.T @ self.B - eye)
-        return (rows + columns) / 2
+        """Mean of ||A A^T - I||_F and ||B^T B - I||_F, and over the experts where there are several."""
+        return self.auxiliary_losses([self])[0]
+
+    @classmethod
+    def auxiliary_losses(cls, adapters: Sequence[Self]) -> torch.Tensor:
+        experts = adapters[0].experts
+        A = torch.stack([adapter.A for adapter in adapters]).unflatten(1, (experts, -1))  # [n, N, R, D]
+        B = torch.stack([adapter.B for adapter in adapters]).unflatten(2, (experts, -1)).movedim(2, 1)  # [n, N, O, R]
+        eye = torch.eye(A.shape[2], device=A.device, dtype=A.dtype)
+        rows = torch.linalg.matrix_norm(A @ A.mT - eye)
+        columns = torch.linalg.matrix_norm(B.mT @ B - eye)
+        return (rows + columns).mean(1) / 2
 
     def count_tokens(self, counts: torch.Tensor) -> None:
         """Add one training forward: the tokens that were sent to each expert, then all there were, [N + 1]."""

@@ -82,15 +82,6 @@ class LoraFaMixture(_Experts, LoraFaAdapter):
 class AdaLoraMixture(_Experts, AdaLoraAdapter):
     """Orthogonality is asked of every expert by itself; the rank budget is one for all experts and projections."""
 
-    def auxiliary_loss(self) -> torch.Tensor:
-        """Mean over the experts of (||A A^T - I||_F + ||B^T B - I||_F) / 2."""
-        A = self.A.unflatten(0, (self.experts, -1))
-        B = self.B.unflatten(1, (self.experts, -1)).movedim(1, 0)
-        eye = torch.eye(A.shape[1], device=A.device, dtype=A.dtype)
-        rows = torch.linalg.matrix_norm(A @ A.mT - eye)
-        columns = torch.linalg.matrix_norm(B.mT @ B - eye)
-        return (rows + columns).mean() / 2
-
 
 class _SharedA(_Experts):
     """HydraLoRA: one A, N B's (Tian et al., 2024). A x is formed once and each B gets it times its gate."""

@@ -23,15 +23,20 @@ def active_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
 
 def auxiliary_loss(model: nn.Module) -> torch.Tensor | None:
     """The weighted mean of the adapters' regularisers, or None when there are none."""
-    terms: dict[str, list[torch.Tensor]] = {}
+    alike: dict[tuple, list[Adapter]] = {}
     for name, adapter in active_adapters(model):
-        term = adapter.auxiliary_loss()
-        if term is not None:
-            terms.setdefault(name, []).append(term)
+        shapes = tuple(parameter.shape for parameter in adapter.parameters())
+        device = next((parameter.device for parameter in adapter.parameters()), None)
+        alike.setdefault((name, type(adapter), shapes, device), []).append(adapter)
+    terms: dict[str, list[torch.Tensor]] = {}
+    for (name, kind, *_), adapters in alike.items():
+        losses = kind.auxiliary_losses(adapters)
+        if losses is not None:
+            terms.setdefault(name, []).append(losses)
     configs: dict[str, MonkeyJumpConfig] = model.peft_config if terms else {}  # type: ignore[assignment]
     total = None
     for name, values in terms.items():
-        loss = configs[name].orth_reg_weight * torch.stack(values).mean()
+        loss = configs[name].orth_reg_weight * torch.cat([value.to(values[0].device) for value in values]).mean()
         total = loss if total is None else total + loss
     return total
 
