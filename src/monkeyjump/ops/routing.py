@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, D hidden width, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from monkeyjump.ops import custom, reference, written_out
@@ -12,7 +14,7 @@ from monkeyjump.ops.kernels import route as kernels
 from monkeyjump.ops.kernels.route import supported
 from monkeyjump.ops.settings import Routing, rows_of
 
-__all__ = ["Routing", "route", "route_and_sum", "supported"]
+__all__ = ["Routing", "route", "route_and_sum", "route_into", "supported"]
 
 
 def route(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> torch.Tensor:
@@ -22,18 +24,33 @@ def route(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> tor
     return kernels.route(rows_of(h), centers, routing).view(*h.shape[:-1], len(centers))
 
 
+def route_into(
+    h: torch.Tensor,
+    centers: list[torch.Tensor],
+    queries: torch.Tensor | None,
+    routing: Routing,
+    sums: Sequence[torch.Tensor],
+    counts: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Gates [B, T, E]; sums [D] and counts [] of each expert are written where the caller wants them. Eager only."""
+    if queries is not None:
+        queries = queries.expand(h.shape[:-1]).reshape(-1)
+    gates = kernels.route_and_sum(rows_of(h), centers, queries, routing, sums, counts)
+    return gates.view(*h.shape[:-1], len(centers))
+
+
 def route_and_sum(
     h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gates [B, T, E]; sums [E, D] and counts [E] of the queries ([B, T] bool; None: every token) by expert."""
-    flat = rows_of(h)
-    if queries is not None:
-        queries = queries.expand(h.shape[:-1]).reshape(-1)
     if not torch.compiler.is_compiling():
         sums = torch.empty(len(centers), h.shape[-1], device=h.device)
         counts = torch.empty(len(centers), device=h.device)
-        gates = kernels.route_and_sum(flat, centers, queries, routing, sums.unbind(), counts.unbind())
-    elif "route" in written_out.TRAINING_PARTS:
+        return route_into(h, centers, queries, routing, sums.unbind(), counts.unbind()), sums, counts
+    flat = rows_of(h)
+    if queries is not None:
+        queries = queries.expand(h.shape[:-1]).reshape(-1)
+    if "route" in written_out.TRAINING_PARTS:
         gates, sums, counts = _written_out(flat, centers, queries, routing)
     else:
         settings = (routing.top_k, routing.temperature, routing.renormalize, routing.member_k, routing.unit)

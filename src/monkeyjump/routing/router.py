@@ -25,6 +25,20 @@ class Decision:
     counts: torch.Tensor | None = None  # [E]
 
 
+@dataclass(frozen=True)
+class Staged:
+    """Where the sums [D] and counts [] of each expert wait for the next commit."""
+
+    sums: list[torch.Tensor]
+    counts: list[torch.Tensor]
+
+    def write(self, decision: Decision) -> None:
+        assert decision.sums is not None
+        assert decision.counts is not None
+        torch._foreach_copy_(self.sums, list(decision.sums.unbind()))
+        torch._foreach_copy_(self.counts, list(decision.counts.unbind()))
+
+
 @torch.no_grad()
 def route(
     h: torch.Tensor,
@@ -35,30 +49,51 @@ def route(
     *,
     training: bool = False,
     with_statistics: bool = False,
+    into: Staged | None = None,
 ) -> Decision:
     """Gates of the routed projections for the tokens h [B, T, D] that enter a block, from their E centres [D].
 
     Autocast is off: similarities of nearly parallel vectors need fp32. Noise changes the gates only; the statistics
-    that move the centres follow the clean assignment.
+    that move the centres follow the clean assignment. With `into` these are written there and not returned.
     """
-    with torch.autocast(h.device.type, enabled=False):
-        if _in_one_kernel(h, centers, mean, selection, config, training):
-            return _fused(h, centers, selection.queries, config, with_statistics)
-        if selection.pool is not None:
-            h = pool_rows(h, selection.mask, selection.pool)
-        u = ops.features(h, mean, normalize=config.ema_space == "normalized")
-        logits = ops.similarity_logits(u, torch.stack(list(centers)), config.similarity)
-        noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits
-        gates = ops.gates(noisy, config.top_k, config.temperature, config.renormalize)
-        if config.mean_gate is not None:
-            gates = gates * (config.mean_gate / gates.mean(-1, keepdim=True).clamp_min(ops.EPS))
-        if selection.source is not None:
-            gates = gates.gather(1, selection.source.to(h.device).unsqueeze(-1).expand(-1, -1, gates.shape[-1]))
-        if not with_statistics:
-            return Decision(gates)
-        members = ops.top_k_mask(logits, 1 if config.ema_assign == "top1" else config.top_k)
-        queries = None if selection.queries is None else selection.queries.to(h.device)
-        return Decision(gates, *ops.cluster_sums(u, members, queries))
+    if torch.is_autocast_enabled(h.device.type):
+        with torch.autocast(h.device.type, enabled=False):
+            return route(
+                h, centers, mean, selection, config, training=training, with_statistics=with_statistics, into=into
+            )
+    if _in_one_kernel(h, centers, mean, selection, config, training):
+        return _fused(h, centers, selection.queries, config, with_statistics, into)
+    decision = _composed(h, centers, mean, selection, config, training, with_statistics or into is not None)
+    if into is not None:
+        into.write(decision)
+    return decision
+
+
+def _composed(
+    h: torch.Tensor,
+    centers: Sequence[torch.Tensor] | torch.Tensor,
+    mean: torch.Tensor | None,
+    selection: Selection,
+    config: MonkeyJumpConfig,
+    training: bool,
+    with_statistics: bool,
+) -> Decision:
+    """Every way of routing, from the reference ops."""
+    if selection.pool is not None:
+        h = pool_rows(h, selection.mask, selection.pool)
+    u = ops.features(h, mean, normalize=config.ema_space == "normalized")
+    logits = ops.similarity_logits(u, torch.stack(list(centers)), config.similarity)
+    noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits
+    gates = ops.gates(noisy, config.top_k, config.temperature, config.renormalize)
+    if config.mean_gate is not None:
+        gates = gates * (config.mean_gate / gates.mean(-1, keepdim=True).clamp_min(ops.EPS))
+    if selection.source is not None:
+        gates = gates.gather(1, selection.source.to(h.device).unsqueeze(-1).expand(-1, -1, gates.shape[-1]))
+    if not with_statistics:
+        return Decision(gates)
+    members = ops.top_k_mask(logits, 1 if config.ema_assign == "top1" else config.top_k)
+    queries = None if selection.queries is None else selection.queries.to(h.device)
+    return Decision(gates, *ops.cluster_sums(u, members, queries))
 
 
 def _in_one_kernel(
@@ -84,6 +119,7 @@ def _fused(
     queries: torch.Tensor | None,
     config: MonkeyJumpConfig,
     with_statistics: bool,
+    into: Staged | None,
 ) -> Decision:
     from monkeyjump.ops import routing
 
@@ -94,9 +130,14 @@ def _fused(
         member_k=1 if config.ema_assign == "top1" else config.top_k or len(centers),
         unit=config.ema_space == "normalized",
     )
-    if not with_statistics:
+    if into is not None and not torch.compiler.is_compiling():
+        return Decision(routing.route_into(h, list(centers), queries, settings, into.sums, into.counts))
+    if not with_statistics and into is None:
         return Decision(routing.route(h, list(centers), settings))
-    return Decision(*routing.route_and_sum(h, list(centers), queries, settings))
+    decision = Decision(*routing.route_and_sum(h, list(centers), queries, settings))
+    if into is not None:
+        into.write(decision)
+    return decision
 
 
 def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.router import Decision, route, shuffled_gates, task_gates, uniform_gates
+from monkeyjump.routing.router import Decision, Staged, route, shuffled_gates, task_gates, uniform_gates
 from monkeyjump.tuner.inputs import expanded_rows, hidden_states, in_backward, real_tokens
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
@@ -134,9 +134,6 @@ class BlockRouter:
             self._route(name, h, training=True)  # draws what the forward drew, for the dropout after it
         return gates
 
-    def centers(self, adapter_name: str) -> torch.Tensor:
-        return torch.stack([layer.monkeyjump_center[adapter_name] for layer in self.layers[adapter_name]])
-
     def _decide(self, name: str, h: torch.Tensor, training: bool) -> torch.Tensor:
         config, layers, group = self.configs[name], self.layers[name], self.group
         if config.router == "uniform":
@@ -148,8 +145,6 @@ class BlockRouter:
             group.fresh[self.path, name] = gates
             return gates
         decision = self._route(name, h, training)
-        if group.staging:
-            self._stage(name, decision)
         if config.granularity == "sequence" and not training:
             group.fresh[self.path, name] = decision.gates[:, -1:]
         return decision.gates
@@ -170,19 +165,18 @@ class BlockRouter:
             self.group.selection(name, config, h),
             config,
             training=training,
-            with_statistics=self.group.staging,
+            into=self._staged(name) if self.group.staging else None,
         )
         if config.router == "shuffled":
             decision.gates = shuffled_gates(decision.gates, self.group.mask(self.shape, h.device))
         return decision
 
-    @torch.no_grad()
-    def _stage(self, name: str, decision: Decision) -> None:
-        assert decision.sums is not None
-        assert decision.counts is not None
+    def _staged(self, name: str) -> Staged:
         layers = self.layers[name]
-        torch._foreach_copy_([layer.monkeyjump_staged_sum[name] for layer in layers], list(decision.sums.unbind()))
-        torch._foreach_copy_([layer.monkeyjump_staged_count[name] for layer in layers], list(decision.counts.unbind()))
+        return Staged(
+            [layer.monkeyjump_staged_sum[name] for layer in layers],
+            [layer.monkeyjump_staged_count[name] for layer in layers],
+        )
 
     def _task_gates(self, config: MonkeyJumpConfig, experts: int, h: torch.Tensor) -> torch.Tensor:
         task_ids = self.group.task_ids
