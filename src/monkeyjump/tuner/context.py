@@ -92,7 +92,6 @@ class RoutingContext:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.labels = kwargs.get("labels")
-        self.sharing.begin()
         if module.training and torch.is_grad_enabled():
             self.losses.clear()
         return args, self._take_extras(kwargs)

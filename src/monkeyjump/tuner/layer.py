@@ -178,9 +178,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         group, family = self.shared.get(names[0]), self.families.get(names[0])
         if group is not None:
             return group.output(self, x)
-        if family is not None and dispatch.uses_kernels(x):
-            family.watch(self, x)
-        return None
+        return family.watch(self, x) if family is not None and dispatch.uses_kernels(x) else None
 
     def _gate(self, adapter_name: str, x: torch.Tensor) -> Gate:
         """The gate of each token of x [..., 1], or None where the adapter is always on."""

@@ -2,9 +2,9 @@
 
 No model code says which projections share an input: it is seen in a forward. The linears of one parent that could
 share are watched, in their order (q, k, v, o; gate, up); those that were called one after the other with the same
-tensor become a group when the next forward of the whole model begins, and not before a backward has gone through what
-was seen: a forward and its recomputation under gradient checkpointing must do the same. Whoever later turns up with
-another tensor computes by itself, and its group is watched anew.
+tensor become a group when the first of them is called again, and not before a backward has gone through what was seen:
+a forward and its recomputation under gradient checkpointing must do the same. Whoever later turns up with another
+tensor computes by itself, and its group is watched anew.
 
 A family uses one dropout mask in one round of calls, grouped or not: a run that is resumed, and watches again, draws
 what the uninterrupted one draws.
@@ -22,6 +22,7 @@ from monkeyjump.adapters.base import fits_tokens
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
 from monkeyjump.ops.settings import new_seed
+from monkeyjump.tuner.inputs import in_backward
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.layer import MonkeyJumpLayer
@@ -41,6 +42,8 @@ class SharedInput:
     def output(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor | None:
         """The output of this projection, adapter included; None if it has to be computed by itself."""
         if layer is self.members[0]:
+            if self.family.misjudged and not in_backward():
+                return self.family.reopen(layer, x)
             self._seen = (weakref.ref(x), _version(x))
             self._made = self._make(x)
         elif not any(layer is member for member in self.members):  # a replica of a member
@@ -102,10 +105,12 @@ class Family:
         self._open()
         self.layers = [other for other in self.layers if other is not layer]
 
-    def watch(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> None:
-        """Note what a projection reads, while no groups are made."""
+    def watch(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor | None:
+        """Note what a projection reads while there are no groups; its output once there are."""
         if not any(layer is other for other in self.layers):
-            return
+            return None
+        if layer is self.layers[0] and not in_backward() and self._settle():
+            return layer.shared[self.adapter_name].output(layer, x)
         same = self._last is not None and self._last() is x
         self._follows[id(layer)] = same and self._follows.get(id(layer), True)
         self._last = weakref.ref(x)
@@ -113,14 +118,18 @@ class Family:
             x.register_hook(self._backward_came)
         else:
             self._complete = True
+        return None
 
-    def settle(self) -> None:
-        """At the beginning of a forward: make groups of what was seen, or watch again where it was wrong."""
-        if self.misjudged:
-            self.misjudged = False
-            self._open()
-        if self.settled or not self._complete or len(self._follows) < len(self.layers):
-            return
+    def reopen(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor | None:
+        """What was seen no longer holds: watch again."""
+        self.misjudged = False
+        self._open()
+        return self.watch(layer, x)
+
+    def _settle(self) -> bool:
+        """Make groups of what was seen, if all was."""
+        if not self._complete or len(self._follows) < len(self.layers):
+            return False
         groups: list[list[MonkeyJumpLayer]] = []
         for layer in self.layers:
             if groups and self._follows[id(layer)] and self._room(groups[-1]):
@@ -132,6 +141,7 @@ class Family:
             for layer in members:
                 layer.shared[self.adapter_name] = group
         self.settled = True
+        return True
 
     def clear(self) -> None:
         for layer in self.layers:
@@ -188,10 +198,6 @@ class Sharing:
         family = layer.families.pop(adapter_name, None)
         if family is not None:
             family.leave(layer)
-
-    def begin(self) -> None:
-        for family in self.families.values():
-            family.settle()
 
     def end(self) -> None:
         """What was made and not asked for is let go."""
