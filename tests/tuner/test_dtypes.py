@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
+from monkeyjump.ops.dispatch import implementation
 from tests.helpers import (
     ADAPTER_NAMES,
     adapted,
@@ -116,12 +117,13 @@ def test_adapter_dtype_option_of_peft_does_not_round_the_adapter() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.filterwarnings("ignore")  # torchao warns of its own deprecations at import and use
-def test_an_int8_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+def test_an_int8_base(choice: str, tmp_path: Path) -> None:
     """A weight-only int8 base = the dequantised base with the same adapters; it trains, and stays as it is."""
     from torchao.quantization import Int8WeightOnlyConfig
 
     tiny_llama().save_pretrained(tmp_path)
-    for adapter in (*ADAPTER_NAMES, "dora", "vera", "ia3"):
+    for adapter in (*ADAPTER_NAMES, "dora", "vera", "ia3") if choice == "torch" else ("lora", "lora_fa"):
         quantised = AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=TorchAoConfig(quant_type=Int8WeightOnlyConfig())
         )
@@ -136,13 +138,14 @@ def test_an_int8_base(tmp_path: Path) -> None:
         ours = adapted(quantised, adapter=adapter, ema_interval=1)
         reference = adapted(plain, adapter=adapter, ema_interval=1)
         assert all(layer.quantization_backend is not None for layer in layers_of(ours).values())
-        with torch.no_grad():
+        with implementation(choice), torch.no_grad():
             a, b = ours.eval()(**lm_batch()).logits, reference.eval()(**lm_batch()).logits
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
         frozen = {k: v.dequantize().clone() for k, v in ours.named_parameters() if "q_proj.base_layer.weight" in k}
-        for model in (ours, reference):
-            train_steps(model, batches(2))
+        with implementation(choice):
+            for model in (ours, reference):
+                train_steps(model, batches(2))
         assert_same(routing_state(ours), routing_state(reference), rtol=1e-2, atol=1e-2)
         found, expected = gradients(ours), gradients(reference)
         for name, gradient in expected.items():

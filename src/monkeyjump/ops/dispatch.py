@@ -35,7 +35,7 @@ def implementation(choice: str) -> Iterator[None]:
 def uses_kernels(x: torch.Tensor) -> bool:
     """Whether Triton kernels work on x. Autocast, whose rules the kernels do not follow, takes the torch path."""
     choice = _override or ENVIRONMENT
-    if choice == "torch" or torch.is_autocast_enabled(x.device.type):
+    if choice == "torch" or torch.is_autocast_enabled(x.device.type) or type(x) not in PLAIN:
         return False
     if choice == "auto":
         return x.is_cuda and has_triton() and x.dtype in KERNEL_DTYPES
@@ -49,6 +49,7 @@ def uses_kernels(x: torch.Tensor) -> bool:
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # a tensor of another class (sharded, quantised) has no memory of its own
 
 
 def has_triton() -> bool:

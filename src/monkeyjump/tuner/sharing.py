@@ -219,7 +219,10 @@ def _computable(layer: MonkeyJumpLayer, adapter_name: str, dtype: torch.dtype) -
         return False
     if base._forward_hooks or base._forward_pre_hooks or adapter._forward_hooks or adapter._forward_pre_hooks:
         return False
-    if layer.disable_adapters or layer.merged or base.weight.dtype != dtype or base.weight.requires_grad:
+    if layer.disable_adapters or layer.merged or layer.quantization_backend is not None:
+        return False
+    # a weight of another class (quantised, sharded) computes in its own way
+    if type(base.weight) is not nn.Parameter or base.weight.dtype != dtype or base.weight.requires_grad:
         return False
     if base.bias is not None and base.bias.requires_grad:
         return False
