@@ -96,6 +96,23 @@ def test_a_stopped_comparison_goes_on_where_it_stopped(fakes: FakeRuns, tmp_path
     assert len(fakes.asked) == 3  # another recipe is another run
 
 
+def test_a_record_from_before_a_setting_existed_is_not_made_again(fakes: FakeRuns, tmp_path: Path) -> None:
+    def again(**changes: Any) -> int:
+        for path in tmp_path.glob("cells/**/record.json"):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            content["config"]["train"].pop("compile", None)
+            content["config"]["train"] |= changes
+            path.write_text(json.dumps(content), encoding="utf-8")
+        fakes.asked.clear()
+        compare(load_recipe("quickstart"), ["lora"], [0], [1e-3], tmp_path)
+        return len(fakes.asked)
+
+    assert again() == 1
+    assert again() == 0
+    assert again(warmup=0.5) == 1  # another setting is another run
+    assert again(forgotten=1) == 1  # and so is one that no longer exists
+
+
 def test_controls_stand_beside_a_routed_method_with_its_mean_gate(fakes: FakeRuns, tmp_path: Path) -> None:
     assert with_controls(["lora", "mjlora"]) == ["lora", "mjlora", "mjlora_uniform", "mjlora_random"]
     assert with_controls(["lora"]) == ["lora"]
