@@ -47,7 +47,8 @@ def grouped_lora(
     every = 1 if gates[0] is None else x.numel() // x.shape[-1] // gates[0].shape[0]
     arguments: list[torch.Tensor | None] = []
     for projection, gate in zip(projections, gates, strict=True):
-        arguments += [projection.weight, projection.bias, projection.A, projection.B, gate, projection.diagonal]
+        A, B = projection.A.contiguous(), projection.B.contiguous()
+        arguments += [projection.weight, projection.bias, A, B, gate, projection.diagonal]
     seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     return _apply(x, seed, (scale, dropout, every), *arguments)
 

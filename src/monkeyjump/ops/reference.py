@@ -123,8 +123,8 @@ def row_norms(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> tuple[t
 def keep_mask(shape: torch.Size, seed: torch.Tensor, dropout: float) -> torch.Tensor:
     """A Bernoulli(1 - dropout) mask that a backward pass can make again from its seed instead of keeping it.
 
-    One round of mixing, where `hashed_bits` has two: a mask is made anew in every pass over x, and on a GPU the integer
-    work of two rounds takes as long as reading x. What is left of regularity is below what a mask can show.
+    One round of mixing, where `hashed_bits` has two: a mask is made anew in every pass over x, and on a GPU, counting
+    instructions, the integer work of two rounds takes about as long as reading x.
     """
     low32 = 0xFFFFFFFF
     bits = torch.arange(shape.numel(), device=seed.device, dtype=torch.int64)

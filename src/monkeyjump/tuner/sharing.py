@@ -92,7 +92,6 @@ class Family:
         self._forget()
 
     def _forget(self) -> None:
-        self.settled = False
         self._last: weakref.ref[torch.Tensor] | None = None
         self._follows: dict[int, bool] = {}  # layer -> whether it read what the one before it had read
         self._complete = False  # whether what was seen may be acted upon
@@ -140,13 +139,12 @@ class Family:
             group = SharedInput(self, members)
             for layer in members:
                 layer.shared[self.adapter_name] = group
-        self.settled = True
         return True
 
     def clear(self) -> None:
         for layer in self.layers:
-            if self.settled:
-                layer.shared[self.adapter_name].clear()
+            if (group := layer.shared.get(self.adapter_name)) is not None:
+                group.clear()
 
     def seed_of(self, adapter: LoraAdapter, device: torch.device) -> torch.Tensor | None:
         """The seed for one adapter; None for one that is no member (a replica), whose mask is its own."""

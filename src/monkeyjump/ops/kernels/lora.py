@@ -284,7 +284,7 @@ def down_backward(
     """
     N, D = dzs[0].shape[0], As[0].shape[1]
     R = As[0].shape[0]
-    tile = TILES["down_backward"]
+    tile = TILES["backward"]
     _down_backward((parts.tensor.shape[0], row_blocks(D, tile.width(D))),
         x, tuple(dzs), tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
         parts.tensor.shape[1], offset, R, padded(len(As) * R), add, parts.rows, tile.width(D), warps=tile.warps,

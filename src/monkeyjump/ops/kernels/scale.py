@@ -84,7 +84,7 @@ def scale_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dbase [N, O], doffset [O] fp32)."""
     N, O = base.shape
-    tile = TILES["scale_backward"]
+    tile = TILES["backward"]
     dbase = torch.empty_like(base)
     parts = Parts.of(N, O, base.device)
     _scale_backward((parts.tensor.shape[0], row_blocks(O, tile.width(O))),
