@@ -57,6 +57,20 @@ def stacked(tensors, index, across, row_stride, col_stride, inside, R: tl.conste
 
 
 @triton.jit
+def stacked_rows(tensors, ranks, cols, D, R: tl.constexpr):
+    """The rows of the tensors [R, D], stacked and transposed: [BD, MP]. Few rows are read one by one, each only once."""
+    if R * len(tensors) <= 16:
+        inside = cols < D
+        tile = tl.where((ranks == 0)[None, :], tl.load(tensors[0] + cols, mask=inside, other=0.0)[:, None], 0.0)
+        for row in tl.static_range(1, R * len(tensors)):
+            values = tl.load(tensors[row // R] + (row % R) * D + cols, mask=inside, other=0.0)
+            tile = tl.where((ranks == row)[None, :], values[:, None], tile)
+    else:
+        tile = stacked(tensors, ranks[None, :], cols[:, None], D, 1, (cols < D)[:, None], R)
+    return tile
+
+
+@triton.jit
 def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every,
            R: tl.constexpr, C: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """(z, s) of a row block in the columns of B, zero outside: [BN, CP] each."""
@@ -84,7 +98,7 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
         tile = tl.load(x + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0)
         if seed is not None:
             tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
-        a = stacked(As, ranks[None, :], cols[:, None], D, 1, (cols < D)[:, None], R)
+        a = stacked_rows(As, ranks, cols, D, R)
         acc += product(tile, a.to(tile.dtype))
     mask = (rows < N)[:, None] & (ranks < number)[None, :]
     tl.store(z + rows[:, None] * number + ranks[None, :], acc * keep_scale, mask=mask)
@@ -193,10 +207,11 @@ def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None) -
     N, D = x.shape
     R = As[0].shape[0]
     z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
-    tile = TILES["down"]
+    tile, columns = TILES["down"], padded(len(As) * R)
     _down((row_blocks(N, tile.rows), 1),
-        x, tuple(As), z, *_mask(dropout), N, D, R, padded(len(As) * R), tile.rows, tile.width(D),
-        warps=tile.warps, stages=tile.stages,
+        x, tuple(As), z, *_mask(dropout), N, D, R, columns, tile.rows,
+        tile.width(D, columns if columns == 16 else len(As) * columns),
+        warps=tile.warps, stages=tile.stages if columns <= 128 else 2,
     )  # fmt: skip
     return z
 
@@ -213,7 +228,7 @@ def up(
     C = Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["up"]
-    width = tile.width(max(Os))
+    width = tile.width(max(Os), padded(C))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
         tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os, *_numbers(strengths, z),
         z.shape[1] // M, C, _gates(strengths), padded(C), tile.rows, width, warps=tile.warps,
@@ -263,7 +278,7 @@ def up_backward(
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ts), parts.tensor, Os,
         tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N, parts.tensor.shape[1],
         *_numbers(strengths, z)[2:], z.shape[1] // M, C, _gates(strengths), times_s, padded(C), parts.rows,
-        tile.width(max(Os)), warps=tile.warps, stages=tile.stages,
+        tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return ts
 
@@ -284,10 +299,12 @@ def down_backward(
     """
     N, D = dzs[0].shape[0], As[0].shape[1]
     R = As[0].shape[0]
+    columns = padded(len(As) * R)
     tile = TILES["backward"]
-    _down_backward((parts.tensor.shape[0], row_blocks(D, tile.width(D))),
+    width = tile.width(D, columns)
+    _down_backward((parts.tensor.shape[0], row_blocks(D, width)),
         x, tuple(dzs), tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
-        parts.tensor.shape[1], offset, R, padded(len(As) * R), add, parts.rows, tile.width(D), warps=tile.warps,
+        parts.tensor.shape[1], offset, R, columns, add, parts.rows, width, warps=tile.warps,
     )  # fmt: skip
 
 

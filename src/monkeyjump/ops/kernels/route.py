@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora import MANY, product, stacked
+from monkeyjump.ops.kernels.lora import MANY, product, stacked_rows
 from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 from monkeyjump.ops.settings import Routing
 
@@ -62,7 +62,7 @@ def route_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_tempe
     for start in range(0, D, BD):
         cols = start + tl.arange(0, BD)
         tile = tl.load(start_of_row + cols[None, :], mask=(rows < N)[:, None] & (cols < D)[None, :], other=0.0)
-        center = stacked(centers, experts[None, :], cols[:, None], 0, 1, (cols < D)[:, None], 1)
+        center = stacked_rows(centers, experts, cols, D, 1)
         dots += precise_product(tile, center, NARROW)
         squares += tile.to(tl.float32) * tile.to(tl.float32)
         lengths += center * center

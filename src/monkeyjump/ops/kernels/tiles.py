@@ -6,6 +6,7 @@ import functools
 import os
 from dataclasses import dataclass
 
+FAST_MEMORY = 8192  # entries of the other operand of a tile; several of them lie in a multiprocessor's memory at a time
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined, so do we
 
 
@@ -28,9 +29,9 @@ class Tile:
     warps: int = 4
     stages: int = 3
 
-    def width(self, columns: int) -> int:
-        """The columns of the tile, fewer where the tensor is narrower."""
-        return min(padded(columns), self.columns)
+    def width(self, columns: int, beside: int = 1) -> int:
+        """The columns of the tile: fewer where the tensor is narrower, or has many entries `beside` each column."""
+        return min(padded(columns), self.columns, max(16, FAST_MEMORY // padded(beside)))
 
 
 TILES = {
