@@ -22,10 +22,10 @@ def up_backward(
     """t and dB of every projection; behind the dB's the parts have room that is not theirs."""
     room, width = 5, sum(B.numel() for B in Bs)
     parts = kernels.Parts.of(z.shape[0], width + room, DEVICE)
-    ts = kernels.up_backward(dys, z, Bs, strengths, times_s, parts)
+    t = kernels.up_backward(dys, z, Bs, strengths, times_s, parts)
     assert parts.tensor[:, width:].isnan().all()
     total = parts.total()[:width].split([B.numel() for B in Bs])
-    return ts, [dB.view(B.shape) for dB, B in zip(total, Bs, strict=True)]
+    return list(t.split(Bs[0].shape[1], 1)), [dB.view(B.shape) for dB, B in zip(total, Bs, strict=True)]
 
 
 @pytest.mark.parametrize("case", OF_DOWN)
@@ -66,7 +66,7 @@ def test_up_backward(case: Case) -> None:
 @pytest.mark.parametrize("case", OF_DOWN)
 def test_down_backward(case: Case) -> None:
     x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
-    dx, dA = kernels.down_backward_alone(x, dzs, As, mask, case.dtype)
+    dx, dA = kernels.down_backward_alone(x, torch.cat(dzs, 1), As, mask, case.dtype)
     assert dx.dtype == case.dtype
     assert dA.dtype == torch.float32
     dz = torch.cat(dzs, 1).double()
@@ -83,7 +83,7 @@ def test_down_backward_adds_to_what_is_there(dropout: float, dtype: torch.dtype)
     there = normal(case.N, case.D, seed=3, dtype=dtype)
     dx = guarded(there)
     parts = kernels.Parts.of(case.N, offset + 4 * case.D + 3, DEVICE)
-    kernels.down_backward(x, dzs, As, mask, dx, parts, offset, add=True)
+    kernels.down_backward(x, torch.cat(dzs, 1), As, mask, dx, parts, offset, add=True)
     dz = torch.cat(dzs, 1).double()
     assert error(dx, there.double() + dz @ torch.cat(As).double() * case.kept()) < TOLERANCE[dtype]
     assert parts.tensor[:, :offset].isnan().all()
@@ -96,9 +96,9 @@ def test_either_gradient_of_down_alone() -> None:
     """A frozen A needs no x, and an input without a gradient no dx: the other is not touched by that."""
     case = Case(N=TALL + 1, D=WIDE + 1, outs=(1, 1), R=2, dropout=0.3)
     x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
-    dx, dA = kernels.down_backward_alone(x, dzs, As, mask, torch.float32)
-    only_dx, no_dA = kernels.down_backward_alone(None, dzs, As, mask, torch.float32)
-    no_dx, only_dA = kernels.down_backward_alone(x, dzs, As, mask, None)
+    dx, dA = kernels.down_backward_alone(x, torch.cat(dzs, 1), As, mask, torch.float32)
+    only_dx, no_dA = kernels.down_backward_alone(None, torch.cat(dzs, 1), As, mask, torch.float32)
+    no_dx, only_dA = kernels.down_backward_alone(x, torch.cat(dzs, 1), As, mask, None)
     assert no_dA is None
     assert no_dx is None
     assert torch.equal(dx, only_dx)
@@ -118,7 +118,7 @@ def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype) -> None:
     (t,), (dB,) = up_backward([dy], z, [B], Strengths.single(1.0), False)
     assert error(t, dy.double() @ B.double()) < 1e-6
     assert error(dB, dy.double().T @ z.double()) < 1e-6
-    assert error(kernels.down_backward_alone(x, [dz], [A], None, None)[1], dz.double().T @ x.double()) < 1e-6
+    assert error(kernels.down_backward_alone(x, dz, [A], None, None)[1], dz.double().T @ x.double()) < 1e-6
 
 
 def test_more_tokens_than_small_row_blocks_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_more_tokens_than_small_row_blocks_are_for(monkeypatch: pytest.MonkeyPat
     _, dBs = up_backward(dys, z, Bs, strengths, True)
     for m, dB in enumerate(dBs):
         assert error(dB, dys[m].double().T @ case.scaled(z, strengths, m)) < 1e-6
-    dx, dA = kernels.down_backward_alone(x, dzs, As, None, torch.float32)
+    dx, dA = kernels.down_backward_alone(x, torch.cat(dzs, 1), As, None, torch.float32)
     assert error(dx, torch.cat(dzs, 1).double() @ torch.cat(As).double()) < 1e-6
     assert error(dA, torch.cat(dzs, 1).double().T @ x.double()) < 1e-6
 
@@ -145,7 +145,7 @@ def test_the_mask_is_the_references_entry_by_entry() -> None:
     assert torch.equal(z != 0, kept)
     torch.testing.assert_close(z[kept], torch.full_like(z[kept], 1 / 0.6))
     ones = torch.ones(N, 1, device=DEVICE), torch.ones(1, D, device=DEVICE)
-    dx, _ = kernels.down_backward_alone(None, [ones[0]], [ones[1]], mask, torch.float32)
+    dx, _ = kernels.down_backward_alone(None, ones[0], [ones[1]], mask, torch.float32)
     assert torch.equal(dx != 0, kept)
     assert abs(float(kept.float().mean()) - 0.6) < 0.03  # a mask at all, of about the right size
 
@@ -167,7 +167,7 @@ def test_two_runs_give_the_same_bits() -> None:
     for _ in range(2):
         x, As, mask, strengths, bases = case.x(), case.downs(), case.mask(), case.strengths(), case.bases()
         ts, dBs = up_backward(bases, case.z(), case.ups(), strengths, True)
-        dx, dA = kernels.down_backward_alone(x, case.dzs(), As, mask, case.dtype)
+        dx, dA = kernels.down_backward_alone(x, torch.cat(case.dzs(), 1), As, mask, case.dtype)
         kernels.up(bases, case.z(), case.ups(), strengths, bases)
         runs.append([kernels.down(x, As, mask), *bases, *ts, *dBs, dx, dA])
     for first, second in zip(*runs, strict=True):

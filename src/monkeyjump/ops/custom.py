@@ -34,34 +34,34 @@ def _(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: flo
 
 
 @torch.library.custom_op("monkeyjump::lora_down_backward", mutates_args=())
-def lora_down_backward(x: torch.Tensor, dzs: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
+def lora_down_backward(x: torch.Tensor, dz: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
     """dz^T dropout(x): [M * R, D], fp32."""
-    shaped = [x.new_empty(dzs[0].shape[1], x.shape[1])] * len(dzs)  # only the shape of A is needed
-    dA = lora.down_backward_alone(x.contiguous(), [dz.contiguous() for dz in dzs], shaped, _mask(seed, p), None)[1]
+    shaped = [x.new_empty(dz.shape[1], x.shape[1])]  # only the shape of A is needed
+    dA = lora.down_backward_alone(x.contiguous(), dz.contiguous(), shaped, _mask(seed, p), None)[1]
     assert dA is not None
     return dA
 
 
 @lora_down_backward.register_fake
-def _(x: torch.Tensor, dzs: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
-    return x.new_empty(len(dzs) * dzs[0].shape[1], x.shape[1], dtype=torch.float32)
+def _(x: torch.Tensor, dz: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    return x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
 
 
 @torch.library.custom_op("monkeyjump::lora_down_input", mutates_args=())
 def lora_down_input(
-    dzs: list[torch.Tensor], As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
+    dz: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
 ) -> torch.Tensor:
     """dx = dropout'(dz A): [N, D]."""
-    dx = lora.down_backward_alone(None, [dz.contiguous() for dz in dzs], As, _mask(seed, p), dtype)[0]
+    dx = lora.down_backward_alone(None, dz.contiguous(), As, _mask(seed, p), dtype)[0]
     assert dx is not None
     return dx
 
 
 @lora_down_input.register_fake
 def _(
-    dzs: list[torch.Tensor], As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
+    dz: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    return dzs[0].new_empty(dzs[0].shape[0], As[0].shape[1], dtype=dtype)
+    return dz.new_empty(dz.shape[0], As[0].shape[1], dtype=dtype)
 
 
 def _save_down(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -72,9 +72,8 @@ def _save_down(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 
 def _down_gradients(ctx: Any, dz: torch.Tensor) -> Any:
     x, seed, *As = ctx.saved_tensors
-    dzs = list(dz.split(As[0].shape[0], 1))
-    dx = lora_down_input(dzs, As, seed, ctx.p, x.dtype) if ctx.needs_input_grad[0] else None
-    dA = lora_down_backward(x, dzs, seed, ctx.p)
+    dx = lora_down_input(dz, As, seed, ctx.p, x.dtype) if ctx.needs_input_grad[0] else None
+    dA = lora_down_backward(x, dz, seed, ctx.p)
     return dx, list(dA.split(As[0].shape[0])), None, None
 
 
@@ -148,7 +147,7 @@ def _save_up(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 def _up_gradients(ctx: Any, dy: torch.Tensor) -> Any:
     z, B, gate, diagonal = ctx.saved_tensors
     t, dB = lora_up_backward(dy, z, B, gate, diagonal, ctx.scale, ctx.every, False)
-    dz, dgate, ddiagonal = rank_gradients(t, z, Strengths.single(ctx.scale, gate, diagonal, ctx.every))
+    dz, (dgate,), (ddiagonal,) = rank_gradients(t, z, Strengths.single(ctx.scale, gate, diagonal, ctx.every), True)
     return dy, dz, dB, dgate, ddiagonal, None, None
 
 

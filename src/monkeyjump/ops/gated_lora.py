@@ -4,9 +4,8 @@
     y = base + (z * s) B^T              up, with s = scale * diagonal * gate
 
 In eager mode the kernels are launched directly from autograd functions: a registered custom op costs ten times as much
-host time as a function. Under torch.compile the same functions are traced, the sums over tokens are custom ops that the
-compiler sees as one node, and what is local to a token is written out as plain sums, which the compiler fuses into
-the kernels before and after it.
+host time as a function. Under torch.compile the same functions are traced and the kernels are custom ops, each of which
+the compiler sees as one node. Compiled inference is written out instead (`written_out`).
 
 Shapes: N tokens, D and O input and output width, R rank, C columns of B, G gates of a token; `...`: any leading shape.
 """
@@ -80,9 +79,8 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dzs: torch.Tensor) -> Any:
         flat, seed, *As = ctx.saved_tensors
-        dx, dA = _down_backward(
-            flat, list(dzs), As, _dropout(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None
-        )
+        dz = (dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)).contiguous()
+        dx, dA = _down_backward(flat, dz, As, _dropout(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None)
         dAs = (None,) * len(As) if dA is None else dA.split(As[0].shape[0])
         return None if dx is None else dx.view(ctx.shape), None, None, *dAs
 
@@ -111,8 +109,10 @@ class _Up(torch.autograd.Function):
         flat = rows_of(dy)
         simple = diagonal is None and z.shape[1] == B.shape[1] and not ctx.needs_input_grad[3]
         t, dB = _up_backward(flat, z, B, strength, simple)
-        dz, dgate, ddiagonal = (t, None, None) if simple else rank_gradients(t, z, strength)
-        return dy, dz, dB, dgate if ctx.needs_input_grad[3] else None, ddiagonal, None, None
+        if simple:
+            return dy, t, dB, None, None, None, None
+        dz, (dgate,), (ddiagonal,) = rank_gradients(t, z, strength, ctx.needs_input_grad[3])
+        return dy, dz, dB, dgate, ddiagonal, None, None
 
 
 def _dropout(seed: torch.Tensor | None, p: float) -> Dropout | None:
@@ -120,40 +120,31 @@ def _dropout(seed: torch.Tensor | None, p: float) -> Dropout | None:
 
 
 def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        return kernels.down(x, As, dropout)
-    if "down" in written_out.TRAINING_PARTS:
-        return written_out.down(x, As, dropout)
-    return custom.lora_down(x, As, *custom.plain(dropout))
+    if torch.compiler.is_compiling():
+        return custom.lora_down(x, As, *custom.plain(dropout))
+    return kernels.down(x, As, dropout)
 
 
 def _down_backward(
     x: torch.Tensor | None,
-    dzs: list[torch.Tensor],
+    dz: torch.Tensor,
     As: list[torch.Tensor],
     dropout: Dropout | None,
     dx_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx, None without a dtype; dA, None without x)."""
     if not torch.compiler.is_compiling():
-        return kernels.down_backward_alone(x, [dz.contiguous() for dz in dzs], As, dropout, dx_dtype)
-    dx = None
-    if dx_dtype is not None:
-        if "dx" in written_out.TRAINING_PARTS:
-            dx = written_out.down_input(dzs, As, dropout, dx_dtype)
-        else:
-            dx = custom.lora_down_input(dzs, As, *custom.plain(dropout), dx_dtype)
-    return dx, None if x is None else custom.lora_down_backward(x, dzs, *custom.plain(dropout))
+        return kernels.down_backward_alone(x, dz, As, dropout, dx_dtype)
+    dx = None if dx_dtype is None else custom.lora_down_input(dz, As, *custom.plain(dropout), dx_dtype)
+    return dx, None if x is None else custom.lora_down_backward(x, dz, *custom.plain(dropout))
 
 
 def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
-        y = torch.empty_like(base)
-        kernels.up([base], z, [B], strengths, [y])
-        return y
-    if "up" in written_out.TRAINING_PARTS:
-        return written_out.up(base, z, B, strengths)
-    return custom.lora_up(base, z, B, strengths.gates[0], strengths.diagonals[0], strengths.scale, strengths.every)
+    if torch.compiler.is_compiling():
+        return custom.lora_up(base, z, B, strengths.gates[0], strengths.diagonals[0], strengths.scale, strengths.every)
+    y = torch.empty_like(base)
+    kernels.up([base], z, [B], strengths, [y])
+    return y
 
 
 def _up_backward(

@@ -1,10 +1,11 @@
-"""Frozen linears that read the same input, with their low-rank updates, as one differentiable op for eager mode.
+"""Frozen linears that read the same input, with their low-rank updates, as one differentiable op.
 
     y_m = x W_m^T + b_m + (dropout(x) A_m^T * s_m) B_m^T
 
 In eager mode on small models the host is slower than the GPU: what counts is the number of launches and of autograd
 nodes. One node holds all projections of a group; its backward adds every contribution into one dx, where autograd
-would keep one tensor per projection and adapter and add them up.
+would keep one tensor per projection and adapter and add them up. Where the weights lie side by side in memory, all
+frozen products are one product, and so is their gradient.
 
 Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B, G gates of a token.
 """
@@ -22,7 +23,7 @@ from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of
 
-FIELDS = 6  # tensors of one projection among the arguments of the autograd function
+FIELDS = 4  # tensors of one adapter among the arguments of the autograd function
 
 
 @dataclass
@@ -37,80 +38,147 @@ class Projection:
     diagonal: torch.Tensor | None  # [C]
 
 
+@dataclass
+class Frozen:
+    """The weights [O, D] and biases [O] of a group's linears, or one of each where they lie together in memory."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, projections: Sequence[Projection]) -> Frozen:
+        return cls([projection.weight for projection in projections], [projection.bias for projection in projections])
+
+
 def grouped_lora(
-    x: torch.Tensor, projections: Sequence[Projection], scale: float, dropout: float, seed: torch.Tensor | None = None
+    x: torch.Tensor,
+    projections: Sequence[Projection],
+    scale: float,
+    dropout: float,
+    seed: torch.Tensor | None = None,
+    together: Frozen | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """y of every projection for x [..., D]; all A of one shape, all gated or none; one mask, of this seed or a new."""
+    """y of every projection for x [..., D]; all A of one shape, all gated or none; one mask, of this seed or a new.
+
+    `together` are the weights of all as one. Under torch.compile it is needed where there are several.
+    """
     gates = [None if projection.gate is None else gate_rows(projection.gate) for projection in projections]
     if len({gate.stride(0) for gate in gates if gate is not None}) > 1:
         gates = [None if gate is None else gate.contiguous() for gate in gates]
     every = 1 if gates[0] is None else x.numel() // x.shape[-1] // gates[0].shape[0]
+    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
+    settings, frozen = (scale, dropout, every), together or Frozen.of(projections)
+    if torch.compiler.is_compiling():
+        return _traced(x, seed, settings, frozen, projections, gates)
     arguments: list[torch.Tensor | None] = []
     for projection, gate in zip(projections, gates, strict=True):
-        A, B = projection.A.contiguous(), projection.B.contiguous()
-        arguments += [projection.weight, projection.bias, A, B, gate, projection.diagonal]
-    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
-    return _apply(x, seed, (scale, dropout, every), *arguments)
+        arguments += [projection.A.contiguous(), projection.B.contiguous(), gate, projection.diagonal]
+    return _apply(x, seed, settings, frozen, *arguments)
+
+
+def _traced(
+    x: torch.Tensor,
+    seed: torch.Tensor | None,
+    settings: tuple[float, float, int],
+    frozen: Frozen,
+    projections: Sequence[Projection],
+    gates: list[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:
+    """Under torch.compile: a registered op, whose output is one tensor, since an op must not return views."""
+    from monkeyjump.ops import custom_group
+
+    scale, p, every = settings
+    known = [gate for gate in gates if gate is not None]
+    y, _ = custom_group.grouped(
+        rows_of(x), frozen.weights[0], frozen.biases[0],
+        [projection.A for projection in projections], [projection.B for projection in projections], known,
+        [projection.diagonal for projection in projections if projection.diagonal is not None], seed, p, scale, every,
+        any(projection.A.requires_grad for projection in projections), any(gate.requires_grad for gate in known),
+    )  # fmt: skip
+    widths = [projection.B.shape[0] for projection in projections]
+    return tuple(part.view(*x.shape[:-1], part.shape[-1]) for part in y.split(widths, 1))
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor | None, settings: tuple, *arguments: Any) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, seed: torch.Tensor | None, settings: tuple, frozen: Frozen, *arguments: Any
+    ) -> Any:
         scale, p, every = settings
         flat = rows_of(x)
-        weights, biases, As, Bs, gates, diagonals = (arguments[i::FIELDS] for i in range(FIELDS))
-        z = kernels.down(flat, As, None if seed is None else Dropout(seed, p))
-        bases = [F.linear(flat, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        kernels.up(bases, z, Bs, Strengths(scale, gates, diagonals, every), bases)
+        As, Bs, gates, diagonals = (arguments[i::FIELDS] for i in range(FIELDS))
+        ys = products(flat, frozen, [B.shape[0] for B in Bs])
+        z = add_updates(ys, flat, As, Bs, Strengths(scale, gates, diagonals, every), mask(seed, p))
         trained = any(A.requires_grad for A in As)
         ctx.save_for_backward(flat if trained else None, seed, z, *arguments)
-        ctx.settings, ctx.shape, ctx.dtype = settings, x.shape, x.dtype
-        return tuple(base.view(*x.shape[:-1], base.shape[1]) for base in bases)
+        ctx.settings, ctx.frozen, ctx.shape = settings, frozen, x.shape
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         flat, seed, z, *arguments = ctx.saved_tensors
         scale, p, every = ctx.settings
-        weights, _, As, Bs, gates, diagonals = (tuple(arguments[i::FIELDS]) for i in range(FIELDS))
-        M, (R, D), C = len(As), As[0].shape, Bs[0].shape[1]
-        dys = [rows_of(grad) for grad in grads]
+        As, Bs, gates, diagonals = (tuple(arguments[i::FIELDS]) for i in range(FIELDS))
         strengths = Strengths(scale, gates, diagonals, every)
-        gate_grads = [ctx.needs_input_grad[3 + m * FIELDS + 4] for m in range(M)]
-        simple = diagonals[0] is None and C == R and not any(gate_grads)
+        dys = [rows_of(grad) for grad in grads]
+        dx = through_weights(dys, ctx.frozen.weights) if ctx.needs_input_grad[0] else None
+        M, gated = len(As), any(ctx.needs_input_grad[4 + 2 :: FIELDS])
+        simple = diagonals[0] is None and Bs[0].shape[1] == As[0].shape[0] and not gated
         ups = sum(B.numel() for B in Bs)
-        parts = Parts.of(z.shape[0], ups + (0 if flat is None else M * R * D), z.device)
-        ts = kernels.up_backward(dys, z, Bs, strengths, simple, parts)
+        parts = Parts.of(z.shape[0], ups + (0 if flat is None else sum(A.numel() for A in As)), z.device)
+        dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts)
         result: list[Any] = [None] * (M * FIELDS)
-        dzs = ts
         if not simple:
-            dzs = []
-            for m, t in enumerate(ts):
-                dz, dgate, ddiagonal = rank_gradients(t, z[:, m * R : (m + 1) * R], strengths, m)
-                dzs.append(dz)
-                result[m * FIELDS + 4] = dgate if gate_grads[m] else None
-                result[m * FIELDS + 5] = ddiagonal
-        dx = _through_weights(dys, weights) if ctx.needs_input_grad[0] else None
+            dz, result[2::FIELDS], result[3::FIELDS] = rank_gradients(dz, z, strengths, gated)
         if dx is not None or flat is not None:
-            dropout = None if seed is None else Dropout(seed, p)
-            kernels.down_backward(flat, dzs, As, dropout, dx, parts, ups, add=True)
+            kernels.down_backward(flat, dz, As, mask(seed, p), dx, parts, ups, add=True)
         total = parts.total()
-        start = 0
-        for m, B in enumerate(Bs):
-            result[m * FIELDS + 3] = total[start : start + B.numel()].view(B.shape)
-            start += B.numel()
-            if flat is not None:
-                result[m * FIELDS + 2] = total[ups + m * R * D : ups + (m + 1) * R * D].view(R, D)
-        return None if dx is None else dx.view(ctx.shape), None, None, *result
+        result[1::FIELDS] = split_like(total[:ups], Bs)
+        if flat is not None:
+            result[0::FIELDS] = split_like(total[ups:], As)
+        return None if dx is None else dx.view(ctx.shape), None, None, None, *result
 
 
-def _through_weights(dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+# Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
+_apply = super(torch.autograd.Function, _Grouped).apply
+
+
+def mask(seed: torch.Tensor | None, p: float) -> Dropout | None:
+    return None if seed is None else Dropout(seed, p)
+
+
+def products(x: torch.Tensor, frozen: Frozen, widths: list[int]) -> list[torch.Tensor]:
+    """x W^T + b of every projection, [N, O]; side by side in one tensor where the weights are."""
+    ys = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
+    return ys if len(ys) == len(widths) else list(ys[0].split(widths, 1))
+
+
+def add_updates(
+    ys: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    strengths: Strengths,
+    dropout: Dropout | None,
+) -> torch.Tensor:
+    """Add (dropout(x) A^T * s) B^T to every y [N, O], in place; z [N, M * R]."""
+    z = kernels.down(x, As, dropout)
+    kernels.up(ys, z, Bs, strengths, ys)
+    return z
+
+
+def through_weights(dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum over m of dy_m W_m, in one tensor."""
+    if len(weights) < len(dys):
+        return torch.cat(dys, 1) @ weights[0]
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:], strict=True):
         dx.addmm_(dy, weight)
     return dx
 
 
-# Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
-_apply = super(torch.autograd.Function, _Grouped).apply
+def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Consecutive parts of a vector in the shapes of the tensors."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

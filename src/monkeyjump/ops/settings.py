@@ -56,11 +56,11 @@ class Strengths:
     ) -> Strengths:
         return cls(scale, (gate,), (diagonal,), every)
 
-    def of(self, m: int, N: int, C: int, with_diagonal: bool = True) -> torch.Tensor | float:
-        """s of projection m: a number, or fp32 [C] or [N, C]."""
+    def first(self, N: int, C: int) -> torch.Tensor | float:
+        """s of the first projection: a number, or fp32 [C] or [N, C]."""
         s: torch.Tensor | float = self.scale
-        diagonal, gate = self.diagonals[m], self.gates[m]
-        if diagonal is not None and with_diagonal:
+        diagonal, gate = self.diagonals[0], self.gates[0]
+        if diagonal is not None:
             s = s * diagonal
         if gate is not None:
             gate = gate.repeat_interleave(C // gate.shape[1], 1)
@@ -80,19 +80,29 @@ class Routing:
 
 
 def rank_gradients(
-    t: torch.Tensor, z: torch.Tensor, strengths: Strengths, m: int = 0
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dz [N, R], dgate [N / every, G], ddiagonal [C]) of projection m, from t = dy B [N, C] and its z [N, R]."""
-    N, C = t.shape
-    R = z.shape[1]
-    gate, diagonal = strengths.gates[m], strengths.diagonals[m]
-    dz = (t * strengths.of(m, N, C)).view(N, C // R, R).sum(1)  # column c of B reads z[:, c % R]
-    along = t * (z if C == R else z.repeat(1, C // R))
-    dgate = ddiagonal = None
-    if gate is not None:
-        G = gate.shape[1]
-        scaled = along * (strengths.scale if diagonal is None else strengths.scale * diagonal)
-        dgate = scaled.view(N // strengths.every, strengths.every, G, C // G).sum((1, 3))
-    if diagonal is not None:
-        ddiagonal = (along * strengths.of(m, N, C, with_diagonal=False)).sum(0)
-    return dz, dgate, ddiagonal
+    t: torch.Tensor, z: torch.Tensor, strengths: Strengths, gated: bool
+) -> tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """(dz [N, M * R], M of dgate [N / every, G], M of ddiagonal [C]) from t = dy B [N, M * C] and z [N, M * R].
+
+    Without `gated` no gate gets a gradient.
+    """
+    M = len(strengths.gates)
+    N, C, R = t.shape[0], t.shape[1] // M, z.shape[1] // M
+    none: list[torch.Tensor | None] = [None] * M
+    gates = [gate for gate in strengths.gates if gate is not None]
+    diagonals = [diagonal for diagonal in strengths.diagonals if diagonal is not None]
+    t = t.view(N, M, C)
+    inner: torch.Tensor | float = strengths.scale * torch.stack(diagonals) if diagonals else strengths.scale
+    outer: torch.Tensor | float = 1.0
+    if gates:
+        outer = torch.stack(gates, 1).repeat_interleave(C // gates[0].shape[1], 2)
+        outer = outer if strengths.every == 1 else outer.repeat_interleave(strengths.every, 0)
+    dz = (t * inner * outer).view(N, M, C // R, R).sum(2).view(N, M * R)  # column c of B reads z[:, c % R]
+    along = t * z.view(N, M, 1, R).expand(N, M, C // R, R).reshape(N, M, C)
+    dgates, ddiagonals = none, none
+    if gates and gated:
+        G = gates[0].shape[1]
+        dgates = list((along * inner).view(N // strengths.every, strengths.every, M, G, C // G).sum((1, 4)).unbind(1))
+    if diagonals:
+        ddiagonals = list((along * outer * strengths.scale).sum(0).unbind())
+    return dz, dgates, ddiagonals

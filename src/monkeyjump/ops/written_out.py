@@ -1,7 +1,8 @@
-"""What is local to a token, as plain sums over few columns: torch.compile fuses them into the kernels around them.
+"""Compiled inference: products with few columns as plain sums, which torch.compile fuses into the kernels around them.
 
-A matrix product with two columns is a kernel of its own that reads its input again. Written as sums over the row, it
-becomes part of the norm, the rotation or the residual addition that has the row in registers already.
+With few tokens every kernel costs its launch. A matrix product with two columns is a kernel of its own; written as sums
+over the row, it becomes part of the norm, the rotation or the residual addition around it. With the many tokens of a
+training step this form is the slower one (docs/speed.md).
 
 Shapes: N tokens, D width, C few columns, E experts.
 """
@@ -15,9 +16,6 @@ from monkeyjump.ops import reference
 from monkeyjump.ops.settings import Dropout, Routing, Strengths
 
 MOST = 8  # columns; with more, a product on the matrix units is less work
-# Which parts of a compiled training step are written out; the others are registered ops. A step without gradients
-# (inference) is written out whole. To be set by measurements; no GPU has measured them yet.
-TRAINING_PARTS = {"up", "dx"}  # of "route", "down", "up", "dx"
 
 
 def product(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
@@ -46,20 +44,10 @@ def down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> to
     return product(wide, torch.cat(As).to(x.dtype))
 
 
-def down_input(
-    dzs: list[torch.Tensor], As: list[torch.Tensor], dropout: Dropout | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """dx = dropout'(dz A)."""
-    dx = expansion(torch.cat(dzs, 1), torch.cat(As), dtype)
-    if dropout is not None:
-        dx = dx * reference.keep_mask(dx.shape, dropout.seed, dropout.p) * dropout.scale
-    return dx.to(dtype)
-
-
 def up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths) -> torch.Tensor:
     """base + (z * s) B^T."""
     N, C = z.shape[0], B.shape[1]
-    zs = z.repeat(1, C // z.shape[1]) * strengths.of(0, N, C)
+    zs = z.repeat(1, C // z.shape[1]) * strengths.first(N, C)
     return (base + expansion(zs, B.T, base.dtype)).to(base.dtype)
 
 

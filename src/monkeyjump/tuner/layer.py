@@ -105,6 +105,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
         self.families: dict[str, Family] = {}  # adapter name -> the projections that may read the same input
         self.shared: dict[str, SharedInput] = {}  # adapter name -> those that were found to
+        self.places: dict[str, int] = {}  # adapter name -> which of these it is
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
 
@@ -173,9 +174,11 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
         """What the first of the projections that read x made for all of them, where that is faster."""
         names = self.active_adapters
-        if len(names) != 1 or self._disable_adapters or torch.compiler.is_compiling():
-            return None  # a compiler sees by itself who reads x
+        if len(names) != 1 or self._disable_adapters:
+            return None
         group, family = self.shared.get(names[0]), self.families.get(names[0])
+        if torch.compiler.is_compiling():
+            return None if group is None else group.traced_output(self.places[names[0]], x)
         if group is not None:
             return group.output(self, x)
         return family.watch(self, x) if family is not None and dispatch.uses_kernels(x) else None

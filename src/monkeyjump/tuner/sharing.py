@@ -25,7 +25,9 @@ from monkeyjump.ops.settings import new_seed
 from monkeyjump.tuner.inputs import in_backward
 
 if TYPE_CHECKING:
+    from monkeyjump.ops.grouped import Frozen
     from monkeyjump.tuner.layer import MonkeyJumpLayer
+    from monkeyjump.tuner.packing import Packed
 
 MOST_RANKS = 64  # of all projections of a group together: more are as well computed one by one
 
@@ -36,8 +38,11 @@ class SharedInput:
     def __init__(self, family: Family, members: list[MonkeyJumpLayer]) -> None:
         self.family = family
         self.members = members
+        self.traceable = False  # whether a compiler may take the group for granted
+        self._packed: Packed | None = None
         self._seen: tuple[weakref.ref[torch.Tensor], int] | None = None  # the tensor and its version
         self._made: dict[int, torch.Tensor] = {}
+        self._traced: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None  # the tensor and the outputs for it
 
     def output(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor | None:
         """The output of this projection, adapter included; None if it has to be computed by itself."""
@@ -53,31 +58,75 @@ class SharedInput:
             return None
         return self._made.pop(id(layer), None)
 
+    def traced_output(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The same for a compiler, which cannot trace weak references: `place` is the projection's in the group."""
+        if not self.traceable or not torch.is_grad_enabled() or not dispatch.uses_kernels(x):
+            return None
+        if place == 0:
+            ys = self._outputs(x, None)
+            self._traced = (x, ys) if len(self.members) > 1 and ys is not None else None
+            return None if ys is None else ys[0]
+        if self._traced is None or self._traced[0] is not x:
+            return None
+        y = self._traced[1][place]
+        if place == len(self.members) - 1:
+            self._traced = None  # or the compiled graph would hand it out
+        return y
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Find out whether a compiler may trace this group: called before it does."""
+        self.traceable = self._computable(dtype) and (len(self.members) == 1 or self._together() is not None)
+
     def clear(self) -> None:
-        self._made = {}
+        self._made, self._traced = {}, None
 
     def _make(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
-        name, members = self.family.adapter_name, self.members
-        if not dispatch.uses_kernels(x) or not all(_computable(member, name, x.dtype) for member in members):
+        if not dispatch.uses_kernels(x) or not self._computable(x.dtype):
             return {}
+        name, members = self.family.adapter_name, self.members
+        seed = None
+        first: Any = members[0].monkeyjump_adapter[name]
+        if first.training and first.dropout:
+            seed = self.family.seed([member.monkeyjump_adapter[name] for member in members], x.device)
+        ys = self._outputs(x, seed)
+        return {} if ys is None else {id(member): y for member, y in zip(members, ys, strict=True)}
+
+    def _computable(self, dtype: torch.dtype) -> bool:
+        return all(_computable(member, self.family.adapter_name, dtype) for member in self.members)
+
+    def _outputs(self, x: torch.Tensor, seed: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+        """The outputs of all members; None if their gates do not fit together."""
+        from monkeyjump.ops.grouped import Projection, grouped_lora
+
+        name, members = self.family.adapter_name, self.members
         gates = [member._gate(name, x) for member in members]
         shapes = {None if gate is None else gate.shape for gate in gates}
         if len(shapes) > 1 or not fits_tokens(gates[0], x):
-            return {}
-        from monkeyjump.ops.grouped import Projection, grouped_lora
-
+            return None
         projections = []
         for member, gate in zip(members, gates, strict=True):
             base: Any = member.base_layer
             adapter: Any = member.monkeyjump_adapter[name]
             projections.append(Projection(base.weight, base.bias, adapter.A, adapter.B, gate, adapter.rank_scale()))
         dropout = adapter.dropout if adapter.training else 0.0
-        seed = self.family.seed([member.monkeyjump_adapter[name] for member in members], x.device) if dropout else None
-        ys = grouped_lora(x, projections, adapter.scaling, dropout, seed)
-        return {id(member): y for member, y in zip(members, ys, strict=True)}
+        return grouped_lora(x, projections, adapter.scaling, dropout, seed, self._together())
+
+    def _together(self) -> Frozen | None:
+        """The weights of all members as one, or None where that cannot be."""
+        if torch.compiler.is_compiling():  # `prepare` has looked
+            return None if self._packed is None else self._packed.frozen
+        if self._packed is not None and not self._packed.intact():
+            self._packed, self.family.packs = None, False  # somebody moves the weights: leave them alone
+        if self._packed is None and self.family.packs and len(self.members) > 1:
+            from monkeyjump.tuner.packing import Packed
+
+            linears: list[Any] = [member.base_layer for member in self.members]
+            self._packed = Packed(linears) if Packed.possible(linears) else None
+        return None if self._packed is None else self._packed.frozen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"family": self.family, "members": self.members, "_seen": None, "_made": {}}
+        """A copy has weights of its own, and no outputs."""
+        return {**vars(self), "_packed": None, "_seen": None, "_made": {}, "_traced": None, "traceable": False}
 
 
 class Family:
@@ -87,6 +136,7 @@ class Family:
         self.adapter_name = adapter_name
         self.layers: list[MonkeyJumpLayer] = []
         self.misjudged = False  # some member of a group came with another tensor
+        self.packs = True  # whether weights of a group may be put side by side
         self._seed: torch.Tensor | None = None
         self._masked: set[int] = set()  # adapters that have used this seed
         self._forget()
@@ -137,8 +187,8 @@ class Family:
                 groups.append([layer])
         for members in groups:
             group = SharedInput(self, members)
-            for layer in members:
-                layer.shared[self.adapter_name] = group
+            for place, layer in enumerate(members):
+                layer.shared[self.adapter_name], layer.places[self.adapter_name] = group, place
         return True
 
     def clear(self) -> None:
@@ -148,6 +198,8 @@ class Family:
 
     def seed_of(self, adapter: LoraAdapter, device: torch.device) -> torch.Tensor | None:
         """The seed for one adapter; None for one that is no member (a replica), whose mask is its own."""
+        if torch.compiler.is_compiling():  # a graph serves many families: it must not depend on this one
+            return None
         known = any(adapter is layer.monkeyjump_adapter[self.adapter_name] for layer in self.layers)
         return self.seed([adapter], device) if known else None
 
@@ -196,6 +248,22 @@ class Sharing:
         family = layer.families.pop(adapter_name, None)
         if family is not None:
             family.leave(layer)
+
+    def waiting(self) -> bool:
+        """Whether a forward and a backward would still tell which projections share their input."""
+        firsts = [family.layers[0] for family in self.families.values() if family.layers]
+        return any(
+            not layer.shared and isinstance(layer.base_layer, nn.Linear) and dispatch.uses_kernels(layer.base_layer.weight)
+            for layer in firsts
+        )
+
+    def prepare(self) -> None:
+        """Let a compiler know the groups that were found."""
+        for family in self.families.values():
+            for layer in family.layers:
+                group, base = layer.shared.get(family.adapter_name), layer.base_layer
+                if group is not None and isinstance(base, nn.Linear):
+                    group.prepare(base.weight.dtype)
 
     def end(self) -> None:
         """What was made and not asked for is let go."""

@@ -105,7 +105,7 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
 
 
 @triton.jit
-def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, scale, N, z_stride, gate_stride, every,
+def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, strides, scale, N, z_stride, gate_stride, every,
               R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
               CP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -116,7 +116,7 @@ def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, scale, N, z_stride, gate_s
         if (block >= 0) & (block * BO < O):
             outs = block * BO + tl.arange(0, BO)
             inside = (rows < N)[:, None] & (outs < O)[None, :]
-            where = rows.to(tl.int64)[:, None] * O + outs[None, :]
+            where = rows.to(tl.int64)[:, None] * strides[m] + outs[None, :]
             tile = tl.load(bases[m] + where, mask=inside, other=0.0)
             within = (cols < C)[:, None] & (outs < O)[None, :]
             b = tl.load(Bs[m] + outs[None, :] * C + cols[:, None], mask=within, other=0.0)
@@ -129,7 +129,7 @@ def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, scale, N, z_stride, gate_s
 
 
 @triton.jit
-def up_backward_kernel(dys, z, gates, diagonals, Bs, ts, parts, Os, offsets, scale, N, W, z_stride, gate_stride, every,
+def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offsets, scale, N, W, z_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
                        CP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
@@ -145,7 +145,7 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, ts, parts, Os, offsets, sca
             for start in range(0, O, BO):
                 outs = start + tl.arange(0, BO)
                 inside = (rows < N)[:, None] & (outs < O)[None, :]
-                tile = tl.load(dys[m] + rows.to(tl.int64)[:, None] * O + outs[None, :], mask=inside, other=0.0)
+                tile = tl.load(dys[m] + rows.to(tl.int64)[:, None] * strides[m] + outs[None, :], mask=inside, other=0.0)
                 within = (outs < O)[:, None] & (cols < C)[None, :]
                 b = tl.load(Bs[m] + outs[:, None] * C + cols[None, :], mask=within, other=0.0)
                 acc += product(tile, b.to(tile.dtype))
@@ -153,31 +153,33 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, ts, parts, Os, offsets, sca
                 where = block.to(tl.int64) * W + offsets[m] + outs[:, None] * C + cols[None, :]
                 tl.store(parts + where, part, mask=within)
             kept = (rows < N)[:, None] & (cols < C)[None, :]
-            tl.store(ts[m] + rows[:, None] * C + cols[None, :], acc * s if TIMES_S else acc, mask=kept)
+            where = rows[:, None] * (C * len(dys)) + m * C + cols[None, :]
+            tl.store(t + where, acc * s if TIMES_S else acc, mask=kept)
 
 
 @triton.jit
-def down_backward_kernel(x, dzs, As, dx, parts, seed, threshold, keep_scale, N, D, W, offset,
+def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D, W, offset,
                          R: tl.constexpr, MP: tl.constexpr, ADD: tl.constexpr,
                          BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     rows = block * BN + tl.arange(0, BN)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
     ranks = tl.arange(0, MP)
-    number: tl.constexpr = R * len(dzs)
+    number: tl.constexpr = R * len(As)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     where = rows.to(tl.int64)[:, None] * D + cols[None, :]
-    dz = stacked(dzs, ranks[None, :], rows[:, None], 1, R, (rows < N)[:, None], R) * keep_scale
+    known = (rows < N)[:, None] & (ranks < number)[None, :]
+    dz_tile = tl.load(dz + rows[:, None] * number + ranks[None, :], mask=known, other=0.0) * keep_scale
     if parts is not None:
         tile = tl.load(x + where, mask=inside, other=0.0)
         if seed is not None:
             tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
-        part = product(tl.trans(dz.to(tile.dtype)), tile)  # [MP, BD]
+        part = product(tl.trans(dz_tile.to(tile.dtype)), tile)  # [MP, BD]
         mask = (ranks < number)[:, None] & (cols < D)[None, :]
         tl.store(parts + block.to(tl.int64) * W + offset + ranks[:, None] * D + cols[None, :], part, mask=mask)
     if dx is not None:
         a = stacked(As, ranks[:, None], cols[None, :], D, 1, (cols < D)[None, :], R)
-        back = product(dz.to(dx.dtype.element_ty), a.to(dx.dtype.element_ty))
+        back = product(dz_tile.to(dx.dtype.element_ty), a.to(dx.dtype.element_ty))
         if seed is not None:
             back = dropped(back, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
         if ADD:
@@ -223,14 +225,18 @@ def up(
     strengths: Strengths,
     ys: Sequence[torch.Tensor],
 ) -> None:
-    """y = base + (z * s) B^T into ys, which may be the bases: M of [N, O]; z [N, M * R], B [O, C]."""
+    """y = base + (z * s) B^T into ys, which may be the bases: M of [N, O]; z [N, M * R], B [O, C].
+
+    Rows of a base and its y lie equally far apart, and may lie in a wider tensor.
+    """
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["up"]
     width = tile.width(max(Os), padded(C))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
-        tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os, *_numbers(strengths, z),
+        tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
+        tuple(y.stride(0) for y in ys), *_numbers(strengths, z),
         z.shape[1] // M, C, _gates(strengths), padded(C), tile.rows, width, warps=tile.warps,
     )  # fmt: skip
 
@@ -267,25 +273,25 @@ def up_backward(
     strengths: Strengths,
     times_s: bool,
     parts: Parts,
-) -> list[torch.Tensor]:
-    """t = dy B of every projection, [N, C] fp32, times s if asked. dB [O, C] of each goes to the start of the parts."""
+) -> torch.Tensor:
+    """t = dy B of every projection, [N, M * C] fp32, times s if asked. The dB [O, C] go to the start of the parts."""
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
-    ts = [torch.empty(N, C, device=z.device, dtype=torch.float32) for _ in Bs]
+    t = torch.empty(N, M * C, device=z.device, dtype=torch.float32)
     tile = TILES["backward"]
     _up_backward((parts.tensor.shape[0], M),
-        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ts), parts.tensor, Os,
-        tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N, parts.tensor.shape[1],
+        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts.tensor, Os,
+        tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N, parts.tensor.shape[1],
         *_numbers(strengths, z)[2:], z.shape[1] // M, C, _gates(strengths), times_s, padded(C), parts.rows,
         tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
-    return ts
+    return t
 
 
 def down_backward(
     x: torch.Tensor | None,
-    dzs: Sequence[torch.Tensor],
+    dz: torch.Tensor,
     As: Sequence[torch.Tensor],
     dropout: Dropout | None,
     dx: torch.Tensor | None,
@@ -293,17 +299,17 @@ def down_backward(
     offset: int,
     add: bool,
 ) -> None:
-    """From dz, M of [N, R] fp32: dz A into dx [N, D] (added to it if asked), dA [M * R, D] into the parts at `offset`.
+    """From dz [N, M * R] fp32: dz A into dx [N, D] (added to it if asked), dA [M * R, D] into the parts at `offset`.
 
     Without dx, or without x, that part is left out.
     """
-    N, D = dzs[0].shape[0], As[0].shape[1]
+    N, D = dz.shape[0], As[0].shape[1]
     R = As[0].shape[0]
     columns = padded(len(As) * R)
     tile = TILES["backward"]
     width = tile.width(D, columns)
     _down_backward((parts.tensor.shape[0], row_blocks(D, width)),
-        x, tuple(dzs), tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
+        x, dz, tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
         parts.tensor.shape[1], offset, R, columns, add, parts.rows, width, warps=tile.warps,
     )  # fmt: skip
 
@@ -327,21 +333,21 @@ def up_backward_alone(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(t [N, C], dB [O, C]) of one projection."""
     parts = Parts.of(dy.shape[0], B.numel(), dy.device)
-    (t,) = up_backward([dy], z, [B], strengths, times_s, parts)
+    t = up_backward([dy], z, [B], strengths, times_s, parts)
     return t, parts.total().view(B.shape)
 
 
 def down_backward_alone(
     x: torch.Tensor | None,
-    dzs: Sequence[torch.Tensor],
+    dz: torch.Tensor,
     As: Sequence[torch.Tensor],
     dropout: Dropout | None,
     dx_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx [N, D], None without a dtype; dA [M * R, D], None without x)."""
-    N, (R, D) = dzs[0].shape[0], As[0].shape
+    N, (R, D) = dz.shape[0], As[0].shape
     rows = len(As) * R
-    dx = None if dx_dtype is None else torch.empty(N, D, device=dzs[0].device, dtype=dx_dtype)
-    parts = Parts.of(N, 0 if x is None else rows * D, dzs[0].device)
-    down_backward(x, dzs, As, dropout, dx, parts, 0, add=False)
+    dx = None if dx_dtype is None else torch.empty(N, D, device=dz.device, dtype=dx_dtype)
+    parts = Parts.of(N, 0 if x is None else rows * D, dz.device)
+    down_backward(x, dz, As, dropout, dx, parts, 0, add=False)
     return dx, None if x is None else parts.total().view(rows, D)

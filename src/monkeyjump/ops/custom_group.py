@@ -1,0 +1,170 @@
+"""A group of projections as registered ops for torch.compile: the frozen product, the update, and their gradients.
+
+The compiler makes no kernel of its own for any of it, so the ops do what eager mode does, with the same functions. The
+gradient is one op where nothing but A, B and x has one. Otherwise it is two, and what lies between them (gates and
+diagonals, few numbers a token) is left to the compiler.
+
+Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from monkeyjump.ops.grouped import add_updates, mask, split_like
+from monkeyjump.ops.kernels import lora as kernels
+from monkeyjump.ops.kernels.lora import Parts
+from monkeyjump.ops.settings import Strengths, rank_gradients
+
+Tensor = torch.Tensor
+
+
+def _strengths(scale: float, gates: list[Tensor], diagonals: list[Tensor], every: int, M: int) -> Strengths:
+    none = (None,) * M
+    return Strengths(scale, tuple(gates) or none, tuple(diagonals) or none, every)
+
+
+@torch.library.custom_op("monkeyjump::grouped", mutates_args=())
+def grouped(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    As: list[Tensor],
+    Bs: list[Tensor],
+    gates: list[Tensor],
+    diagonals: list[Tensor],
+    seed: Tensor | None,
+    p: float,
+    scale: float,
+    every: int,
+    trained: bool,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    """(y [N, sum of O], z [N, M * R]); `trained`: A has a gradient; `gated`: the gates have one."""
+    strengths = _strengths(scale, gates, diagonals, every, len(As))
+    Bs = [B.contiguous() for B in Bs]
+    y = torch.nn.functional.linear(x, weight, bias)
+    ys = y.split([B.shape[0] for B in Bs], 1)
+    return y, add_updates(ys, x, [A.contiguous() for A in As], Bs, strengths, mask(seed, p))
+
+
+@grouped.register_fake
+def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, every, trained, gated):
+    z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
+    return x.new_empty(x.shape[0], weight.shape[0]), z
+
+
+@torch.library.custom_op("monkeyjump::grouped_backward", mutates_args=())
+def grouped_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    z: Tensor,
+    weight: Tensor,
+    As: list[Tensor],
+    Bs: list[Tensor],
+    gates: list[Tensor],
+    seed: Tensor | None,
+    p: float,
+    scale: float,
+    every: int,
+    with_dx: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dx [N, D]; all dB, and with x all dA, one after the other). Without `with_dx` dx is empty."""
+    dx = dy @ weight if with_dx else dy.new_empty(0)
+    As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
+    ups = sum(B.numel() for B in Bs)
+    parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
+    dys = dy.contiguous().split([B.shape[0] for B in Bs], 1)
+    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, [], every, len(As)), True, parts)
+    if with_dx or x is not None:
+        kernels.down_backward(x, dz, As, mask(seed, p), dx if with_dx else None, parts, ups, add=True)
+    return dx, parts.total()
+
+
+@grouped_backward.register_fake
+def _(dy, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx):
+    sums = sum(B.numel() for B in Bs) + (0 if x is None else sum(A.numel() for A in As))
+    dx = dy.new_empty(dy.shape[0], weight.shape[1]) if with_dx else dy.new_empty(0)
+    return dx, dy.new_empty(sums, dtype=torch.float32)
+
+
+@torch.library.custom_op("monkeyjump::grouped_up_backward", mutates_args=())
+def grouped_up_backward(
+    dy: Tensor, z: Tensor, Bs: list[Tensor], gates: list[Tensor], diagonals: list[Tensor], scale: float, every: int
+) -> tuple[Tensor, Tensor]:
+    """(t = dy B [N, M * C]; all dB, one after the other)."""
+    Bs = [B.contiguous() for B in Bs]
+    parts = Parts.of(z.shape[0], sum(B.numel() for B in Bs), z.device)
+    dys = dy.contiguous().split([B.shape[0] for B in Bs], 1)
+    t = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, every, len(Bs)), False, parts)
+    return t, parts.total()
+
+
+@grouped_up_backward.register_fake
+def _(dy, z, Bs, gates, diagonals, scale, every):
+    t = dy.new_empty(dy.shape[0], len(Bs) * Bs[0].shape[1], dtype=torch.float32)
+    return t, dy.new_empty(sum(B.numel() for B in Bs), dtype=torch.float32)
+
+
+@torch.library.custom_op("monkeyjump::grouped_down_backward", mutates_args=())
+def grouped_down_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    dz: Tensor,
+    weight: Tensor,
+    As: list[Tensor],
+    seed: Tensor | None,
+    p: float,
+    with_dx: bool,
+) -> tuple[Tensor, Tensor]:
+    """(dx [N, D], empty without `with_dx`; with x all dA, one after the other)."""
+    dx = dy @ weight if with_dx else dy.new_empty(0)
+    As = [A.contiguous() for A in As]
+    parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
+    if with_dx or x is not None:
+        given = dx if with_dx else None
+        kernels.down_backward(x, dz.contiguous(), As, mask(seed, p), given, parts, 0, add=True)
+    return dx, parts.tensor.new_empty(0) if x is None else parts.total()
+
+
+@grouped_down_backward.register_fake
+def _(dy, x, dz, weight, As, seed, p, with_dx):
+    dx = dy.new_empty(dy.shape[0], weight.shape[1]) if with_dx else dy.new_empty(0)
+    return dx, dy.new_empty(0 if x is None else sum(A.numel() for A in As), dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, As, Bs, gates, diagonals, seed, p, scale, every, trained, gated = inputs
+    ctx.save_for_backward(x if trained else None, weight, output[1], seed, *As, *Bs, *gates, *diagonals)
+    ctx.numbers = len(As), len(gates), len(diagonals)
+    ctx.settings = p, scale, every, gated
+
+
+def _gradients(ctx: Any, dy: Tensor, _: Any) -> Any:
+    x, weight, z, seed, *rest = ctx.saved_tensors
+    M, G, L = ctx.numbers
+    As, Bs, gates, diagonals = rest[:M], rest[M : 2 * M], rest[2 * M : 2 * M + G], rest[2 * M + G :]
+    p, scale, every, gated = ctx.settings
+    with_dx = ctx.needs_input_grad[0]
+    dgates: list[Tensor | None] = [None] * G
+    ddiagonals: list[Tensor | None] = [None] * L
+    if not L and not gated and Bs[0].shape[1] == As[0].shape[0]:
+        dx, sums = grouped_backward(dy, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx)
+        ups = sum(B.numel() for B in Bs)
+        dBs, dAs = sums[:ups], sums[ups:]
+    else:
+        t, dBs = grouped_up_backward(dy, z, Bs, gates, diagonals, scale, every)
+        strengths = _strengths(scale, gates, diagonals, every, M)
+        dz, found_gates, found_diagonals = rank_gradients(t, z, strengths, gated)
+        dgates, ddiagonals = found_gates[:G], found_diagonals[:L]
+        dx, dAs = grouped_down_backward(dy, x, dz, weight, As, seed, p, with_dx)
+    down = [None] * M if x is None else split_like(dAs, As)
+    return (
+        *(dx if with_dx else None, None, None, down, split_like(dBs, Bs), dgates, ddiagonals),
+        *(None, None, None, None, None, None),
+    )
+
+
+grouped.register_autograd(_gradients, setup_context=_save)
