@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from monkeyjump.bench.batch import make_batch, run_blocks, run_model
 from monkeyjump.bench.jobs import Row, failure
 from monkeyjump.bench.variants import Built, Workload, build, plain_model, skip_masks
 from monkeyjump.errors import ConfigError
+from monkeyjump.training.compile import whole_call
 from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, liger_kernel, torch_kernel
 
 MODES = ("eager", "compile", "graph")
@@ -143,10 +145,9 @@ class StepRun:
     def warm_up(self) -> None:
         """Everything that takes long and may run beside others: the first eager steps and all compilation."""
         self.state = gradients.snapshot(self.built.model) if self.settings.check else []
-        if "eager" in self.settings.modes or self.settings.check:
-            for _ in range(2):
-                self.step()
-            self._require_gradients("eager")
+        for _ in range(2):  # also shows our methods which projections share their input
+            self.step()
+        self._require_gradients("eager")
         if self.settings.check:
             self.reference = self._gradients_of_one_step()
         if "compile" in self.settings.modes or "graph" in self.settings.modes:
@@ -165,9 +166,12 @@ class StepRun:
         torch._dynamo.config.recompile_limit = max(64, 8 * len(decoder.layers))
         torch._dynamo.config.accumulated_recompile_limit = 16 * torch._dynamo.config.recompile_limit
         start, before = time.perf_counter(), _graphs()
+        if self.built.context is not None:
+            self.built.context.sharing.prepare()
+        call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=settings.backend)
         for part in list(decoder.layers) if settings.compile == "blocks" else [decoder]:
-            part.compile(fullgraph=True, dynamic=False, backend=settings.backend)
-            self.compiled.append((part, part._compiled_call_impl))
+            self.compiled.append((part, partial(call, part)))
+        self._use(compiled=True)
         for _ in range(SETTLE):
             self.step()
         timing.synchronize(self.device)

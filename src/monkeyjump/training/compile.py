@@ -5,7 +5,8 @@
 | `blocks` (true) | every transformer block, with its router; one graph serves all blocks of a kind | 2 to 4 |
 | `model` | the whole stack of blocks as one graph, from the token ids to the last hidden state | 1 |
 
-Evaluation, calibration and generation inside run the model as it is. A part that cannot be traced as one graph, and a
+Evaluation, calibration and generation inside run the model as it is. So does the first training step where there are
+kernels: it shows which projections share their input. A part that cannot be traced as one graph, and a
 graph that is made again and again, are errors: torch would otherwise go on uncompiled without a word.
 """
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.tuner.inputs import in_backward
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.module_paths import block_of, owner_of
 
@@ -55,17 +57,19 @@ def compiled(
     if cuda_graphs:
         options["mode"] = "reduce-overhead"
     patched = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit))
-    call = torch.compile(_whole_call, **options)
+    call = torch.compile(whole_call, **options)
+    start = _Start(base, parts[0])
     for part in parts:
-        part._compiled_call_impl = _TrainingCall(part, what, call)
+        part._compiled_call_impl = _TrainingCall(part, what, call, start)
     try:
         with patched, _measured() as report:
             yield report
     finally:
         for part in parts:
             del part._compiled_call_impl
+        start.sharing.release()
         # the graphs belong to the code they were made from, not to `call`: a later run would count them as its own
-        torch._dynamo.eval_frame.reset_code(_whole_call.__code__)
+        torch._dynamo.eval_frame.reset_code(whole_call.__code__)
 
 
 def compiled_parts(base: nn.Module, what: str) -> list[Any]:
@@ -89,22 +93,43 @@ def _kind(module: nn.Module) -> tuple:
     return getattr(module, "attention_type", None), tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
 
 
-def _whole_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+def whole_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     """A module with its hooks. `Module.compile()` makes a graph of the forward and others of the hooks; the router is a
     hook and belongs into one graph with the projections that read its gates."""
     return module._call_impl(*args, **kwargs)
 
 
+class _Start:
+    """When compilation begins: once it is known which projections share their input, or will not be known."""
+
+    PATIENCE = 8  # training forwards without a backward between them
+
+    def __init__(self, base: nn.Module, first: nn.Module) -> None:
+        self.sharing = next(layer for layer in base.modules() if isinstance(layer, MonkeyJumpLayer)).context.sharing
+        self.first = first
+        self.calls = 0
+        self.begun = not self.sharing.waiting()
+        if self.begun:
+            self.sharing.prepare()
+
+    def __call__(self, module: nn.Module) -> bool:
+        if not self.begun and module is self.first and not in_backward():
+            self.begun = self.sharing.prepare() or self.calls >= self.PATIENCE
+            self.calls += 1
+        return self.begun
+
+
 class _TrainingCall:
     """Stands for a module's call where torch itself puts a compiled one: compiled while it trains, else as it is."""
 
-    def __init__(self, module: Any, what: str, call: Callable[..., Any]) -> None:
+    def __init__(self, module: Any, what: str, call: Callable[..., Any], start: _Start) -> None:
         self.module = module
         self.what = what
         self.call = call
+        self.start = start
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
+        if not (self.module.training and torch.is_grad_enabled() and self.start(self.module)):
             return self.module._call_impl(*args, **kwargs)
         from torch._dynamo import exc
 

@@ -73,9 +73,12 @@ class SharedInput:
             self._traced = None  # or the compiled graph would hand it out
         return y
 
-    def prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self) -> None:
         """Find out whether a compiler may trace this group: called before it does."""
-        self.traceable = self._computable(dtype) and (len(self.members) == 1 or self._together() is not None)
+        dtypes = {getattr(getattr(member.base_layer, "weight", None), "dtype", None) for member in self.members}
+        dtype = dtypes.pop()
+        alike = dtype is not None and not dtypes and self._computable(dtype)
+        self.traceable = alike and (len(self.members) == 1 or self._together() is not None)
 
     def clear(self) -> None:
         self._made, self._traced = {}, None
@@ -191,10 +194,26 @@ class Family:
                 layer.shared[self.adapter_name], layer.places[self.adapter_name] = group, place
         return True
 
+    def groups(self) -> list[SharedInput]:
+        return [layer.shared[self.adapter_name] for layer in self.layers if self.adapter_name in layer.shared]
+
+    def open(self) -> bool:
+        """Whether there are no groups yet, and kernels that want them."""
+        if not self.layers or self.groups():
+            return False
+        base = self.layers[0].base_layer
+        return isinstance(base, nn.Linear) and dispatch.uses_kernels(base.weight)
+
+    def prepare(self) -> None:
+        """Make groups of what was seen, and see whether a compiler may trace them."""
+        if self.open():
+            self._settle()
+        for group in self.groups():
+            group.prepare()
+
     def clear(self) -> None:
-        for layer in self.layers:
-            if (group := layer.shared.get(self.adapter_name)) is not None:
-                group.clear()
+        for group in self.groups():
+            group.clear()
 
     def seed_of(self, adapter: LoraAdapter, device: torch.device) -> torch.Tensor | None:
         """The seed for one adapter; None for one that is no member (a replica), whose mask is its own."""
@@ -251,19 +270,19 @@ class Sharing:
 
     def waiting(self) -> bool:
         """Whether a forward and a backward would still tell which projections share their input."""
-        firsts = [family.layers[0] for family in self.families.values() if family.layers]
-        return any(
-            not layer.shared and isinstance(layer.base_layer, nn.Linear) and dispatch.uses_kernels(layer.base_layer.weight)
-            for layer in firsts
-        )
+        return any(family.open() for family in self.families.values())
 
-    def prepare(self) -> None:
-        """Let a compiler know the groups that were found."""
+    def prepare(self) -> bool:
+        """Let a compiler know the groups that were found; whether all were."""
         for family in self.families.values():
-            for layer in family.layers:
-                group, base = layer.shared.get(family.adapter_name), layer.base_layer
-                if group is not None and isinstance(base, nn.Linear):
-                    group.prepare(base.weight.dtype)
+            family.prepare()
+        return not self.waiting()
+
+    def release(self) -> None:
+        """No compiler may take groups for granted any more."""
+        for family in self.families.values():
+            for group in family.groups():
+                group.traceable = False
 
     def end(self) -> None:
         """What was made and not asked for is let go."""
