@@ -14,7 +14,7 @@ from tests.helpers import COMPILING
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
 
 pytest.importorskip("monkeyjump.ops.gated_lora")
-from monkeyjump.ops import custom, gated_lora, routing, written_out
+from monkeyjump.ops import custom, custom_group, gated_lora, grouped, routing, written_out
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
 pytestmark = COMPILING
@@ -39,21 +39,50 @@ def two_a() -> list[torch.Tensor]:
     return [leaf(R, D, seed=2), leaf(R, D, seed=3)]
 
 
-def two_dz() -> list[torch.Tensor]:
-    return [normal(N, R, seed=4), normal(N, R, seed=5)]
+def dz() -> torch.Tensor:
+    return normal(N, 2 * R, seed=4)
+
+
+OUTS = (OUT, 3)
+
+
+def group(gates: int = 0, diagonal: bool = False) -> tuple[Any, ...]:
+    """Two projections of one input, whose weights are one: the arguments of `grouped`."""
+    columns = R * max(gates, 1)
+    return (
+        *(leaf(N, D, seed=1), normal(sum(OUTS), D, seed=6), normal(sum(OUTS), seed=7)),
+        *(two_a(), [leaf(out, columns, seed=8 + m) for m, out in enumerate(OUTS)]),
+        [uniform(N, gates, seed=10 + m).requires_grad_() for m in range(2)] if gates else [],
+        [leaf(columns, seed=12 + m) for m in range(2)] if diagonal else [],
+        *(seed(), 0.3, 0.7, 1, True, gates > 0),
+    )
+
+
+def detached(values: tuple[Any, ...]) -> list[Any]:
+    plain = [[one.detach() for one in value] if isinstance(value, list) else value for value in values]
+    return [value.detach() if isinstance(value, torch.Tensor) else value for value in plain]
+
+
+def group_gradients() -> tuple[list[torch.Tensor], Any]:
+    return [normal(N, out, seed=20 + m) for m, out in enumerate(OUTS)], detached(group())
 
 
 def centers() -> list[torch.Tensor]:
     return [normal(D, seed=20 + e) for e in range(3)]
 
 
+def _backward_arguments(with_x: bool) -> tuple[Any, ...]:
+    dys, (tokens, weight, _, As, Bs, *_) = group_gradients()
+    return dys, tokens if with_x else None, normal(N, 2 * R), weight, As, Bs, [], seed(), 0.3, 0.7, 1, True
+
+
 OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
     "down": (custom.lora_down, lambda: (leaf(N, D, seed=1), two_a(), seed(), 0.3)),
     "down, frozen input": (custom.lora_down, lambda: (x(), two_a(), None, 0.0)),
-    "down_backward": (custom.lora_down_backward, lambda: (x(), two_dz(), seed(), 0.3)),
+    "down_backward": (custom.lora_down_backward, lambda: (x(), dz(), seed(), 0.3)),
     "down_input": (
         custom.lora_down_input,
-        lambda: (two_dz(), [A.detach() for A in two_a()], seed(), 0.3, torch.bfloat16),
+        lambda: (dz(), [A.detach() for A in two_a()], seed(), 0.3, torch.bfloat16),
     ),
     "up, gated diagonal": (
         custom.lora_up,
@@ -73,6 +102,18 @@ OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
         custom.lora_up_backward,
         lambda: (normal(N, OUT), normal(N, R), normal(OUT, R), uniform(N, 1), None, 0.7, 1, True),
     ),
+    "grouped": (custom_group.grouped, group),
+    "grouped, gates and diagonals": (custom_group.grouped, lambda: group(gates=3, diagonal=True)),
+    "grouped_backward": (custom_group.grouped_backward, lambda: _backward_arguments(with_x=True)),
+    "grouped_backward, frozen A": (custom_group.grouped_backward, lambda: _backward_arguments(with_x=False)),
+    "grouped_up_backward": (
+        custom_group.grouped_up_backward,
+        lambda: (group_gradients()[0], normal(N, 2 * R), group_gradients()[1][4], [], [], 0.7, 1),
+    ),
+    "grouped_down_backward": (
+        custom_group.grouped_down_backward,
+        lambda: (group_gradients()[0], x(), dz(), *group_gradients()[1][1:4:2], seed(), 0.3, True),
+    ),
     "route_and_sum": (
         custom.route_and_sum,
         lambda: (x(), centers(), torch.arange(N, device=DEVICE) > 2, 2, 0.5, False, 2, False),
@@ -90,7 +131,8 @@ def test_registered_as_torch_asks(name: str) -> None:
 
 def test_every_registered_op_is_checked() -> None:
     """An op added later must be added here too."""
-    registered = {name for name, value in vars(custom).items() if isinstance(value, CustomOpDef)}
+    found = {**vars(custom), **vars(custom_group)}
+    registered = {name for name, value in found.items() if isinstance(value, CustomOpDef)}
     checked = {op._name for op, _ in OPS.values()}
     assert registered == checked
 
@@ -167,28 +209,53 @@ def compare(function: Callable[..., torch.Tensor], given: dict[str, torch.Tensor
         assert error(found_compiled[name], gradient) < tolerance, name
 
 
-ALL_PARTS = {"route", "down", "up", "dx"}
-
-
-@pytest.mark.parametrize(
-    ("rank", "dropout", "parts"),
-    [
-        (written_out.MOST // 2, 0.4, None),
-        (written_out.MOST, 0.0, ALL_PARTS),
-        (written_out.MOST + 1, 0.4, ALL_PARTS),
-        (2, 0.4, set()),
-    ],
-    ids=["as it is", "sums", "products", "registered ops"],
-)
-def test_compiled_equals_eager(
-    rank: int, dropout: float, parts: set[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few ranks are written out as sums, more are one product, and every part can be a registered op instead."""
-    if parts is not None:
-        monkeypatch.setattr(written_out, "TRAINING_PARTS", parts)
+@pytest.mark.parametrize(("rank", "dropout"), [(written_out.MOST // 2, 0.4), (written_out.MOST + 1, 0.0)])
+def test_compiled_equals_eager(rank: int, dropout: float) -> None:
     given, how = layer_inputs(rank)
     how["dropout"] = dropout
     compare(lambda **leaves: one_layer(**leaves, how=how), given, 2e-6)
+
+
+@pytest.mark.parametrize("rank", [written_out.MOST, written_out.MOST + 1], ids=["sums", "products"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_compiled_inference_equals_eager(rank: int, dropout: float) -> None:
+    """Few ranks are written out as sums, more are one product."""
+    given, how = layer_inputs(rank)
+    how["dropout"] = dropout
+    compiled = torch.compile(one_layer, backend=BACKEND, fullgraph=True)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        expected = one_layer(**given, how=how)
+        torch.manual_seed(5)
+        assert error(compiled(**given, how=how), expected) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["simple", "gated", "diagonal", "frozen A", "experts on one A"])
+def test_a_compiled_group_equals_eager(kind: str) -> None:
+    """Several projections with one weight: outputs and every gradient; in eager mode their weights are apart."""
+    gates = {"gated": 2, "experts on one A": 3}.get(kind, 1)
+    columns = 6 if kind == "experts on one A" else R
+    given = {"x": normal(B, T, D, seed=1)}
+    for m, out in enumerate(OUTS):
+        given |= {f"A{m}": normal(R, D, seed=3 + m), f"B{m}": normal(out, columns, seed=5 + m)}
+        given |= {f"diagonal{m}": normal(columns, seed=9 + m)} if kind == "diagonal" else {}
+        given |= {f"gate{m}": uniform(B, T, gates, seed=7 + m)} if kind in ("gated", "experts on one A") else {}
+    weight, bias = normal(sum(OUTS), D, seed=11), normal(sum(OUTS), seed=12)
+
+    def function(x: torch.Tensor, **leaves: torch.Tensor) -> torch.Tensor:
+        parts = zip(weight.split(OUTS), bias.split(OUTS), range(2), strict=True)
+        projections = [
+            grouped.Projection(
+                *(w, b, leaves[f"A{m}"].detach() if kind == "frozen A" else leaves[f"A{m}"], leaves[f"B{m}"]),
+                *(leaves.get(f"gate{m}"), leaves.get(f"diagonal{m}")),
+            )
+            for w, b, m in parts
+        ]
+        together = grouped.Frozen([weight], [bias]) if torch.compiler.is_compiling() else None
+        ys = torch.cat(grouped.grouped_lora(x, projections, 0.7, 0.0, None, together), -1)
+        return ys + sum(0.01 * leaves[f"A{m}"].sum() for m in range(2)) if kind == "frozen A" else ys
+
+    compare(function, given, 2e-6)
 
 
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, written_out.MOST + 1), (torch.bfloat16, 2)])
@@ -235,10 +302,8 @@ def test_lengths_compile_no_more_than_twice() -> None:
         assert error(found, three_projections(x, base, *weights)) < 1e-6
 
 
-@pytest.mark.parametrize("parts", [ALL_PARTS, set()], ids=["sums", "registered ops"])
-def test_compiled_routing_skips_padding_of_any_kind(parts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_routing_skips_padding_of_any_kind() -> None:
     """Rows that are no query hold NaN: neither sums nor counts see them."""
-    monkeypatch.setattr(written_out, "TRAINING_PARTS", parts)
     h, mask = normal(B, T, D, seed=1), torch.ones(B, T, dtype=torch.bool, device=DEVICE)
     mask[0, :2] = False
     h[~mask] = torch.nan

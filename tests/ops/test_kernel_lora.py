@@ -50,6 +50,22 @@ def test_up(case: Case) -> None:
         assert torch.equal(base, y)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_wider_tensors(dtype: torch.dtype) -> None:
+    """Outputs and gradients that lie side by side in one tensor are what they are apart."""
+    case = Case(N=TALL + 3, D=20, outs=(WIDE + 3, 12, 7), R=2, G=1, dtype=dtype)
+    bases, z, Bs, strengths = case.bases(), case.z(), case.ups(), case.strengths()
+    wide = guarded(torch.cat([normal(case.N, 3, dtype=dtype), *bases], 1)).split([3, *case.outs], 1)[1:]
+    apart, together = [torch.empty_like(base) for base in bases], [torch.empty_like(base) for base in bases]
+    kernels.up(bases, z, Bs, strengths, apart)
+    kernels.up(wide, z, Bs, strengths, together)
+    ts, dBs = up_backward(bases, z, Bs, strengths, True)
+    wide_ts, wide_dBs = up_backward(wide, z, Bs, strengths, True)
+    kernels.up(wide, z, Bs, strengths, wide)
+    for found, expected in ((together, apart), (wide, apart), (wide_ts, ts), (wide_dBs, dBs)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("case", OF_UP)
 def test_up_backward(case: Case) -> None:
     dys, z, Bs, strengths = case.bases(), case.z(), case.ups(), case.strengths()
@@ -119,21 +135,6 @@ def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype) -> None:
     assert error(t, dy.double() @ B.double()) < 1e-6
     assert error(dB, dy.double().T @ z.double()) < 1e-6
     assert error(kernels.down_backward_alone(x, dz, [A], None, None)[1], dz.double().T @ x.double()) < 1e-6
-
-
-def test_more_tokens_than_small_row_blocks_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From some number of tokens on, the row blocks of the sums are larger."""
-    monkeypatch.setattr(kernels, "MANY", TALL)
-    case = Case(N=3 * TALL + 5, D=30, outs=(9, 14), R=2, G=1)
-    assert kernels.Parts.of(case.N, 1, DEVICE).rows > kernels.Parts.of(TALL, 1, DEVICE).rows
-    x, dzs, As, dys, z, Bs = case.x(), case.dzs(), case.downs(), case.bases(), case.z(), case.ups()
-    strengths = case.strengths()
-    _, dBs = up_backward(dys, z, Bs, strengths, True)
-    for m, dB in enumerate(dBs):
-        assert error(dB, dys[m].double().T @ case.scaled(z, strengths, m)) < 1e-6
-    dx, dA = kernels.down_backward_alone(x, torch.cat(dzs, 1), As, None, torch.float32)
-    assert error(dx, torch.cat(dzs, 1).double() @ torch.cat(As).double()) < 1e-6
-    assert error(dA, torch.cat(dzs, 1).double().T @ x.double()) < 1e-6
 
 
 def test_the_mask_is_the_references_entry_by_entry() -> None:

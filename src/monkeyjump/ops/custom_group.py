@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from monkeyjump.ops.grouped import add_updates, mask, split_like
+from monkeyjump.ops.grouped import Frozen, mask, outputs, split_like, through_weights
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.settings import Strengths, rank_gradients
@@ -41,24 +41,23 @@ def grouped(
     every: int,
     trained: bool,
     gated: bool,
-) -> tuple[Tensor, Tensor]:
-    """(y [N, sum of O], z [N, M * R]); `trained`: A has a gradient; `gated`: the gates have one."""
+) -> list[Tensor]:
+    """M of y [N, O], then z [N, M * R]; `trained`: A has a gradient; `gated`: the gates have one."""
     strengths = _strengths(scale, gates, diagonals, every, len(As))
-    Bs = [B.contiguous() for B in Bs]
-    y = torch.nn.functional.linear(x, weight, bias)
-    ys = y.split([B.shape[0] for B in Bs], 1)
-    return y, add_updates(ys, x, [A.contiguous() for A in As], Bs, strengths, mask(seed, p))
+    As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
+    ys, z = outputs(x, Frozen([weight], [bias]), As, Bs, strengths, mask(seed, p))
+    return [*ys, z]
 
 
 @grouped.register_fake
 def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, every, trained, gated):
     z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
-    return x.new_empty(x.shape[0], weight.shape[0]), z
+    return [*(x.new_empty(x.shape[0], B.shape[0]) for B in Bs), z]
 
 
 @torch.library.custom_op("monkeyjump::grouped_backward", mutates_args=())
 def grouped_backward(
-    dy: Tensor,
+    dys: list[Tensor],
     x: Tensor | None,
     z: Tensor,
     weight: Tensor,
@@ -72,11 +71,11 @@ def grouped_backward(
     with_dx: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D]; all dB, and with x all dA, one after the other). Without `with_dx` dx is empty."""
-    dx = dy @ weight if with_dx else dy.new_empty(0)
+    dys = [dy.contiguous() for dy in dys]
+    dx = through_weights(dys, [weight], [dy.shape[1] for dy in dys]) if with_dx else z.new_empty(0)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
     ups = sum(B.numel() for B in Bs)
     parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
-    dys = dy.contiguous().split([B.shape[0] for B in Bs], 1)
     dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, [], every, len(As)), True, parts)
     if with_dx or x is not None:
         kernels.down_backward(x, dz, As, mask(seed, p), dx if with_dx else None, parts, ups, add=True)
@@ -84,33 +83,37 @@ def grouped_backward(
 
 
 @grouped_backward.register_fake
-def _(dy, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx):
+def _(dys, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx):
     sums = sum(B.numel() for B in Bs) + (0 if x is None else sum(A.numel() for A in As))
-    dx = dy.new_empty(dy.shape[0], weight.shape[1]) if with_dx else dy.new_empty(0)
-    return dx, dy.new_empty(sums, dtype=torch.float32)
+    return _new_dx(dys, z, weight, with_dx), z.new_empty(sums)
 
 
 @torch.library.custom_op("monkeyjump::grouped_up_backward", mutates_args=())
 def grouped_up_backward(
-    dy: Tensor, z: Tensor, Bs: list[Tensor], gates: list[Tensor], diagonals: list[Tensor], scale: float, every: int
+    dys: list[Tensor],
+    z: Tensor,
+    Bs: list[Tensor],
+    gates: list[Tensor],
+    diagonals: list[Tensor],
+    scale: float,
+    every: int,
 ) -> tuple[Tensor, Tensor]:
     """(t = dy B [N, M * C]; all dB, one after the other)."""
     Bs = [B.contiguous() for B in Bs]
     parts = Parts.of(z.shape[0], sum(B.numel() for B in Bs), z.device)
-    dys = dy.contiguous().split([B.shape[0] for B in Bs], 1)
+    dys = [dy.contiguous() for dy in dys]
     t = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, every, len(Bs)), False, parts)
     return t, parts.total()
 
 
 @grouped_up_backward.register_fake
-def _(dy, z, Bs, gates, diagonals, scale, every):
-    t = dy.new_empty(dy.shape[0], len(Bs) * Bs[0].shape[1], dtype=torch.float32)
-    return t, dy.new_empty(sum(B.numel() for B in Bs), dtype=torch.float32)
+def _(dys, z, Bs, gates, diagonals, scale, every):
+    return z.new_empty(z.shape[0], len(Bs) * Bs[0].shape[1]), z.new_empty(sum(B.numel() for B in Bs))
 
 
 @torch.library.custom_op("monkeyjump::grouped_down_backward", mutates_args=())
 def grouped_down_backward(
-    dy: Tensor,
+    dys: list[Tensor],
     x: Tensor | None,
     dz: Tensor,
     weight: Tensor,
@@ -120,7 +123,8 @@ def grouped_down_backward(
     with_dx: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; with x all dA, one after the other)."""
-    dx = dy @ weight if with_dx else dy.new_empty(0)
+    dys = [dy.contiguous() for dy in dys]
+    dx = through_weights(dys, [weight], [dy.shape[1] for dy in dys]) if with_dx else dz.new_empty(0)
     As = [A.contiguous() for A in As]
     parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
     if with_dx or x is not None:
@@ -130,19 +134,24 @@ def grouped_down_backward(
 
 
 @grouped_down_backward.register_fake
-def _(dy, x, dz, weight, As, seed, p, with_dx):
-    dx = dy.new_empty(dy.shape[0], weight.shape[1]) if with_dx else dy.new_empty(0)
-    return dx, dy.new_empty(0 if x is None else sum(A.numel() for A in As), dtype=torch.float32)
+def _(dys, x, dz, weight, As, seed, p, with_dx):
+    sums = 0 if x is None else sum(A.numel() for A in As)
+    return _new_dx(dys, dz, weight, with_dx), dz.new_empty(sums)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _new_dx(dys: list[Tensor], z: Tensor, weight: Tensor, with_dx: bool) -> Tensor:
+    return dys[0].new_empty(dys[0].shape[0], weight.shape[1]) if with_dx else z.new_empty(0)
+
+
+def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, weight, _, As, Bs, gates, diagonals, seed, p, scale, every, trained, gated = inputs
-    ctx.save_for_backward(x if trained else None, weight, output[1], seed, *As, *Bs, *gates, *diagonals)
+    ctx.save_for_backward(x if trained else None, weight, output[-1], seed, *As, *Bs, *gates, *diagonals)
     ctx.numbers = len(As), len(gates), len(diagonals)
     ctx.settings = p, scale, every, gated
 
 
-def _gradients(ctx: Any, dy: Tensor, _: Any) -> Any:
+def _gradients(ctx: Any, grads: list[Tensor]) -> Any:
+    dys = list(grads[:-1])
     x, weight, z, seed, *rest = ctx.saved_tensors
     M, G, L = ctx.numbers
     As, Bs, gates, diagonals = rest[:M], rest[M : 2 * M], rest[2 * M : 2 * M + G], rest[2 * M + G :]
@@ -151,15 +160,15 @@ def _gradients(ctx: Any, dy: Tensor, _: Any) -> Any:
     dgates: list[Tensor | None] = [None] * G
     ddiagonals: list[Tensor | None] = [None] * L
     if not L and not gated and Bs[0].shape[1] == As[0].shape[0]:
-        dx, sums = grouped_backward(dy, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx)
+        dx, sums = grouped_backward(dys, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx)
         ups = sum(B.numel() for B in Bs)
         dBs, dAs = sums[:ups], sums[ups:]
     else:
-        t, dBs = grouped_up_backward(dy, z, Bs, gates, diagonals, scale, every)
+        t, dBs = grouped_up_backward(dys, z, Bs, gates, diagonals, scale, every)
         strengths = _strengths(scale, gates, diagonals, every, M)
         dz, found_gates, found_diagonals = rank_gradients(t, z, strengths, gated)
         dgates, ddiagonals = found_gates[:G], found_diagonals[:L]
-        dx, dAs = grouped_down_backward(dy, x, dz, weight, As, seed, p, with_dx)
+        dx, dAs = grouped_down_backward(dys, x, dz, weight, As, seed, p, with_dx)
     down = [None] * M if x is None else split_like(dAs, As)
     return (
         *(dx if with_dx else None, None, None, down, split_like(dBs, Bs), dgates, ddiagonals),

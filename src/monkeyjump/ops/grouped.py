@@ -5,7 +5,7 @@
 In eager mode on small models the host is slower than the GPU: what counts is the number of launches and of autograd
 nodes. One node holds all projections of a group; its backward adds every contribution into one dx, where autograd
 would keep one tensor per projection and adapter and add them up. Where the weights lie side by side in memory, all
-frozen products are one product, and so is their gradient.
+frozen products are one product. (Their gradients are not: putting dy together costs more than the one product saves.)
 
 Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B, G gates of a token.
 """
@@ -84,19 +84,18 @@ def _traced(
     projections: Sequence[Projection],
     gates: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor, ...]:
-    """Under torch.compile: a registered op, whose output is one tensor, since an op must not return views."""
+    """Under torch.compile: a registered op."""
     from monkeyjump.ops import custom_group
 
     scale, p, every = settings
     known = [gate for gate in gates if gate is not None]
-    y, _ = custom_group.grouped(
+    *ys, _ = custom_group.grouped(
         rows_of(x), frozen.weights[0], frozen.biases[0],
         [projection.A for projection in projections], [projection.B for projection in projections], known,
         [projection.diagonal for projection in projections if projection.diagonal is not None], seed, p, scale, every,
         any(projection.A.requires_grad for projection in projections), any(gate.requires_grad for gate in known),
     )  # fmt: skip
-    widths = [projection.B.shape[0] for projection in projections]
-    return tuple(part.view(*x.shape[:-1], part.shape[-1]) for part in y.split(widths, 1))
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
 class _Grouped(torch.autograd.Function):
@@ -107,8 +106,7 @@ class _Grouped(torch.autograd.Function):
         scale, p, every = settings
         flat = rows_of(x)
         As, Bs, gates, diagonals = (arguments[i::FIELDS] for i in range(FIELDS))
-        ys = products(flat, frozen, [B.shape[0] for B in Bs])
-        z = add_updates(ys, flat, As, Bs, Strengths(scale, gates, diagonals, every), mask(seed, p))
+        ys, z = outputs(flat, frozen, As, Bs, Strengths(scale, gates, diagonals, every), mask(seed, p))
         trained = any(A.requires_grad for A in As)
         ctx.save_for_backward(flat if trained else None, seed, z, *arguments)
         ctx.settings, ctx.frozen, ctx.shape = settings, frozen, x.shape
@@ -122,7 +120,7 @@ class _Grouped(torch.autograd.Function):
         As, Bs, gates, diagonals = (tuple(arguments[i::FIELDS]) for i in range(FIELDS))
         strengths = Strengths(scale, gates, diagonals, every)
         dys = [rows_of(grad) for grad in grads]
-        dx = through_weights(dys, ctx.frozen.weights) if ctx.needs_input_grad[0] else None
+        dx = through_weights(dys, ctx.frozen.weights, [B.shape[0] for B in Bs]) if ctx.needs_input_grad[0] else None
         M, gated = len(As), any(ctx.needs_input_grad[4 + 2 :: FIELDS])
         simple = diagonals[0] is None and Bs[0].shape[1] == As[0].shape[0] and not gated
         ups = sum(B.numel() for B in Bs)
@@ -148,30 +146,35 @@ def mask(seed: torch.Tensor | None, p: float) -> Dropout | None:
     return None if seed is None else Dropout(seed, p)
 
 
-def products(x: torch.Tensor, frozen: Frozen, widths: list[int]) -> list[torch.Tensor]:
-    """x W^T + b of every projection, [N, O]; side by side in one tensor where the weights are."""
-    ys = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
-    return ys if len(ys) == len(widths) else list(ys[0].split(widths, 1))
-
-
-def add_updates(
-    ys: Sequence[torch.Tensor],
+def outputs(
     x: torch.Tensor,
+    frozen: Frozen,
     As: Sequence[torch.Tensor],
     Bs: Sequence[torch.Tensor],
     strengths: Strengths,
     dropout: Dropout | None,
-) -> torch.Tensor:
-    """Add (dropout(x) A^T * s) B^T to every y [N, O], in place; z [N, M * R]."""
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(y of every projection, [N, O]; z [N, M * R]) for x [N, D].
+
+    One product for all is taken apart while the updates are added: what backward keeps of one output must not keep the
+    others.
+    """
     z = kernels.down(x, As, dropout)
-    kernels.up(ys, z, Bs, strengths, ys)
-    return z
+    bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
+    ys = bases
+    if len(bases) < len(Bs):
+        bases = list(bases[0].split([B.shape[0] for B in Bs], 1))
+        ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
+    kernels.up(bases, z, Bs, strengths, ys)
+    return ys, z
 
 
-def through_weights(dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def through_weights(
+    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], widths: Sequence[int]
+) -> torch.Tensor:
     """Sum over m of dy_m W_m, in one tensor."""
     if len(weights) < len(dys):
-        return torch.cat(dys, 1) @ weights[0]
+        weights = weights[0].split(list(widths))
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:], strict=True):
         dx.addmm_(dy, weight)

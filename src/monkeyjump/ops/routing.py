@@ -53,4 +53,3 @@ def route_and_sum(
     settings = (routing.top_k, routing.temperature, routing.renormalize, routing.member_k, routing.unit)
     gates, sums, counts = custom.route_and_sum(flat, centers, queries, *settings)
     return gates.view(*h.shape[:-1], len(centers)), sums, counts
-

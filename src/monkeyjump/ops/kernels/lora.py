@@ -58,7 +58,7 @@ def stacked(tensors, index, across, row_stride, col_stride, inside, R: tl.conste
 
 @triton.jit
 def stacked_rows(tensors, ranks, cols, D, R: tl.constexpr):
-    """The rows of the tensors [R, D], stacked and transposed: [BD, MP]. Few rows are read one by one, each only once."""
+    """The rows of the tensors [R, D], stacked and transposed: [BD, MP]. Few rows are read one by one, each once."""
     if R * len(tensors) <= 16:
         inside = cols < D
         tile = tl.where((ranks == 0)[None, :], tl.load(tensors[0] + cols, mask=inside, other=0.0)[:, None], 0.0)
@@ -105,7 +105,7 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
 
 
 @triton.jit
-def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, strides, scale, N, z_stride, gate_stride, every,
+def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, base_strides, strides, scale, N, z_stride, gate_stride, every,
               R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
               CP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -116,20 +116,22 @@ def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, strides, scale, N, z_strid
         if (block >= 0) & (block * BO < O):
             outs = block * BO + tl.arange(0, BO)
             inside = (rows < N)[:, None] & (outs < O)[None, :]
-            where = rows.to(tl.int64)[:, None] * strides[m] + outs[None, :]
-            tile = tl.load(bases[m] + where, mask=inside, other=0.0)
+            long_rows = rows.to(tl.int64)[:, None]
+            tile = tl.load(bases[m] + long_rows * base_strides[m] + outs[None, :], mask=inside, other=0.0)
             within = (cols < C)[:, None] & (outs < O)[None, :]
             b = tl.load(Bs[m] + outs[None, :] * C + cols[:, None], mask=within, other=0.0)
             values, s = scaled(
                 z + m * R, gates[m], diagonals[m], scale, rows, cols, N, z_stride, gate_stride, every, R, C, G
             )  # fmt: skip
             delta = product((values * s).to(tile.dtype), b.to(tile.dtype))
+            where = long_rows * strides[m] + outs[None, :]
             tl.store(ys[m] + where, (tile.to(tl.float32) + delta).to(tile.dtype), mask=inside)
         block -= tl.cdiv(O, BO)
 
 
 @triton.jit
-def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offsets, scale, N, W, z_stride, gate_stride, every,
+def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offsets, scale, N, W,
+                       z_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
                        CP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
@@ -227,7 +229,7 @@ def up(
 ) -> None:
     """y = base + (z * s) B^T into ys, which may be the bases: M of [N, O]; z [N, M * R], B [O, C].
 
-    Rows of a base and its y lie equally far apart, and may lie in a wider tensor.
+    Their rows may lie in wider tensors.
     """
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
@@ -236,7 +238,7 @@ def up(
     width = tile.width(max(Os), padded(C))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
         tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
-        tuple(y.stride(0) for y in ys), *_numbers(strengths, z),
+        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *_numbers(strengths, z),
         z.shape[1] // M, C, _gates(strengths), padded(C), tile.rows, width, warps=tile.warps,
     )  # fmt: skip
 
@@ -250,7 +252,7 @@ class Parts:
 
     @classmethod
     def of(cls, tokens: int, width: int, device: torch.device) -> Parts:
-        rows = TILES["backward"].rows if tokens <= MANY else 2 * TILES["backward"].rows
+        rows = TILES["backward"].rows
         return cls(torch.empty(row_blocks(tokens, rows), width, device=device, dtype=torch.float32), rows)
 
     def total(self) -> torch.Tensor:
@@ -282,9 +284,9 @@ def up_backward(
     tile = TILES["backward"]
     _up_backward((parts.tensor.shape[0], M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts.tensor, Os,
-        tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N, parts.tensor.shape[1],
-        *_numbers(strengths, z)[2:], z.shape[1] // M, C, _gates(strengths), times_s, padded(C), parts.rows,
-        tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
+        tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
+        parts.tensor.shape[1], *_numbers(strengths, z)[2:], z.shape[1] // M, C, _gates(strengths), times_s, padded(C),
+        parts.rows, tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return t
 

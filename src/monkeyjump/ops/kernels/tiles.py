@@ -37,10 +37,10 @@ class Tile:
 TILES = {
     "down": Tile(32, 128, stages=4),
     "up": Tile(32, 128),
-    "backward": Tile(32, 128),  # one for all: their row blocks write into the same `Parts`
-    "add_parts": Tile(32, 64),
+    "backward": Tile(64, 128, warps=8),  # one for all: their row blocks write into the same `Parts`
+    "add_parts": Tile(64, 16),
     "route": Tile(32, 128, stages=4),
     "route_many": Tile(64, 128, stages=4),
-    "add_sums": Tile(32, 64),
+    "add_sums": Tile(32, 16, warps=2),
     "scale": Tile(32, 128),
 }
