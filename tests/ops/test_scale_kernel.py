@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,10 +98,20 @@ def test_a_tiny_offset_does_not_vanish(value: float) -> None:
     assert (change.sign() == (1 if value > 0 else -1)).all()
 
 
-def test_the_kernel_agrees_with_the_reference_where_both_are_exact() -> None:
-    offset, base = normal(33, seed=3, scale=0.5), normal(7, 33, seed=1)
-    y = kernels.scale(base, offset, 15, None, 1)
-    torch.testing.assert_close(y, base + reference.scale_output(base, offset, 15, 1.0), rtol=2e-5, atol=1e-5)
+@pytest.mark.parametrize("degree", [1, 2, 3, 6, 15, 16, 31])
+def test_the_kernel_takes_the_steps_of_the_reference(degree: int) -> None:
+    """The same bits, but for the products and sums that a GPU makes in one rounding."""
+    offset, base, dy = normal(33, seed=3, scale=0.5), normal(7, 33, seed=1), normal(7, 33, seed=2)
+    allowed: dict[str, Any] = {"rtol": 2e-6, "atol": 1e-6} if DEVICE.type == "cuda" else {"rtol": 0.0, "atol": 0.0}
+    y = kernels.scale(base, offset, degree, None, 1)
+    torch.testing.assert_close(y, base + reference.scale_output(base, offset, degree, 1.0), **allowed)
+    leaf = offset.clone().requires_grad_()
+    ones = torch.ones(1, 33, device=DEVICE)
+    _, slope = kernels.scale_backward(ones, ones, offset, degree, None, 1)
+    (expected,) = torch.autograd.grad(reference.power_minus_one(leaf, degree).sum(), leaf)
+    torch.testing.assert_close(slope, expected, **allowed)
+    dbase, _ = kernels.scale_backward(dy, base, offset, degree, None, 1)
+    torch.testing.assert_close(dbase, dy + reference.scale_output(dy, offset, degree, 1.0), **allowed)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

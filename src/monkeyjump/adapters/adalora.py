@@ -12,6 +12,7 @@ Shapes: D, O input and output width, R ranks, N experts (1 here; a mixture has s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Self
 
@@ -63,17 +64,27 @@ class AdaLoraAdapter(LoraAdapter):
 
     def auxiliary_loss(self) -> torch.Tensor:
         """Mean of ||A A^T - I||_F and ||B^T B - I||_F, and over the experts where there are several."""
-        return self.auxiliary_losses([self])[0]
+        return self.auxiliary_total([self])[0]
 
     @classmethod
-    def auxiliary_losses(cls, adapters: Sequence[Self]) -> torch.Tensor:
-        experts = adapters[0].experts
-        A = torch.stack([adapter.A for adapter in adapters]).unflatten(1, (experts, -1))  # [n, N, R, D]
-        B = torch.stack([adapter.B for adapter in adapters]).unflatten(2, (experts, -1)).movedim(2, 1)  # [n, N, O, R]
-        eye = torch.eye(A.shape[2], device=A.device, dtype=A.dtype)
-        rows = torch.linalg.matrix_norm(A @ A.mT - eye)
-        columns = torch.linalg.matrix_norm(B.mT @ B - eye)
-        return (rows + columns).mean(1) / 2
+    def auxiliary_total(cls, adapters: Sequence[Self]) -> tuple[torch.Tensor, int]:
+        """All factors of one shape in one product, whatever the other factor of their adapter, and one norm for all."""
+        stacks: dict[
+            tuple[int, int], dict[tuple, list[torch.Tensor]]
+        ] = {}  # (experts, ranks of one) -> shape -> factors
+        for adapter in adapters:
+            alike = stacks.setdefault((adapter.experts, adapter.A.shape[0] // adapter.experts), {})
+            for factor, wide in ((adapter.A, True), (adapter.B, False)):
+                alike.setdefault((factor.shape, wide), []).append(factor)
+        totals = []
+        for (experts, ranks), alike in stacks.items():
+            eye = torch.eye(ranks, device=adapters[0].A.device, dtype=adapters[0].A.dtype)
+            defects = [
+                _GramDefect.apply(_of_experts(torch.stack(factors), experts, wide), eye, wide)
+                for (_, wide), factors in alike.items()
+            ]
+            totals.append(torch.linalg.matrix_norm(torch.cat(defects)).sum() / (2 * experts))
+        return functools.reduce(torch.add, totals), len(adapters)
 
     def count_tokens(self, counts: torch.Tensor) -> None:
         """Add one training forward: the tokens that were sent to each expert, then all there were, [N + 1]."""
@@ -121,3 +132,31 @@ class AdaLoraAdapter(LoraAdapter):
         if self.per_token:
             return scores["diagonal"]
         return scores["diagonal"] + scores["A"].mean(1) + scores["B"].mean(0)
+
+
+def _of_experts(factors: torch.Tensor, experts: int, wide: bool) -> torch.Tensor:
+    """n stacked A's [n, N * R, D] as [n * N, R, D] if `wide`, else B's [n, O, N * R] as [n * N, O, R]."""
+    if wide:
+        return factors.unflatten(1, (experts, -1)).flatten(0, 1)
+    return factors.unflatten(2, (experts, -1)).movedim(2, 1).flatten(0, 1)
+
+
+class _GramDefect(torch.autograd.Function):
+    """M M^T - I of wide matrices, M^T M - I of tall ones, [n, R, R]. M enters twice; its gradient is one product."""
+
+    @staticmethod
+    def forward(M: torch.Tensor, eye: torch.Tensor, wide: bool) -> torch.Tensor:
+        left, right = (M, M.mT) if wide else (M.mT, M)
+        with torch.autocast(M.device.type, enabled=False):  # fp32 as the factors are
+            return torch.baddbmm(eye, left, right, beta=-1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        M, _, ctx.wide = inputs
+        ctx.save_for_backward(M)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (M,) = ctx.saved_tensors
+        both = grad + grad.mT
+        return (both @ M if ctx.wide else M @ both), None, None

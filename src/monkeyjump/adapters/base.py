@@ -102,10 +102,13 @@ class Adapter(nn.Module):
         return None
 
     @classmethod
-    def auxiliary_losses(cls, adapters: Sequence[Self]) -> torch.Tensor | None:
-        """The regularisers of adapters of this kind and one shape, [n], or None; fewer operations than one by one."""
+    def auxiliary_total(cls, adapters: Sequence[Self]) -> tuple[torch.Tensor, int] | None:
+        """The sum of the regularisers of adapters of this kind on one device, and how many have one; None if none has.
+
+        An override may take fewer operations than one adapter after the other.
+        """
         losses = [loss for adapter in adapters if (loss := adapter.auxiliary_loss()) is not None]
-        return torch.stack(losses) if losses else None
+        return (torch.stack(losses).sum(), len(losses)) if losses else None
 
     def _apply(self, fn, recurse=True):
         return super()._apply(at_least_fp32(fn), recurse)

@@ -158,16 +158,45 @@ class SeededDropoutLinear(torch.autograd.Function):
 
 
 def power_minus_one(offset: torch.Tensor, degree: int) -> torch.Tensor:
-    """(1 + offset) ** degree - 1.
+    """(1 + offset) ** degree - 1, of which a scaling far below the resolution of fp32 around 1 survives."""
+    return PowerMinusOne.apply(offset, degree)
 
-    Formed in fp32 through log1p and expm1 where 1 + offset > 0, so a scaling far below the resolution of bf16 around 1
-    survives; a non-positive 1 + offset falls back to the plain power.
+
+class PowerMinusOne(torch.autograd.Function):
+    """By repeated squaring: a compiler repeats this for every token, and log1p and expm1 would cost more than the rest.
+
+    Keeps the offset alone; its derivative needs no steps of the forward.
     """
-    positive = offset > -1
-    safe = torch.where(positive, offset, torch.zeros_like(offset))
-    accurate = torch.expm1(degree * torch.log1p(safe))
-    plain = (1 + torch.where(positive, torch.zeros_like(offset), offset)) ** degree - 1
-    return torch.where(positive, accurate, plain)
+
+    @staticmethod
+    def forward(offset: torch.Tensor, degree: int) -> torch.Tensor:
+        f = offset.clone() if degree == 1 else offset  # an output is not its input
+        for bit in f"{degree:b}"[1:]:
+            f = f * (f + 2)  # (1 + f) ** 2 - 1
+            if bit == "1":
+                f = f + offset * (f + 1)  # (1 + f) (1 + o) - 1
+        return f
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        offset, ctx.degree = inputs
+        ctx.save_for_backward(offset)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (offset,) = ctx.saved_tensors
+        # d/do (1 + o) ** n = n (1 + o) ** (n - 1)
+        return grad * (ctx.degree * integer_power(1 + offset, ctx.degree - 1)), None
+
+
+def integer_power(p: torch.Tensor, exponent: int) -> torch.Tensor:
+    """p ** exponent for exponent >= 0, as few products: no logarithm, so of any sign."""
+    result = torch.ones_like(p)
+    for bit in f"{exponent:b}":
+        result = result * result
+        if bit == "1":
+            result = result * p
+    return result
 
 
 def scale_output(y: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | float) -> torch.Tensor:

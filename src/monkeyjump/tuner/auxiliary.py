@@ -25,20 +25,21 @@ def auxiliary_loss(model: nn.Module) -> torch.Tensor | None:
     """The weighted mean of the adapters' regularisers, or None when there are none."""
     alike: dict[tuple, list[Adapter]] = {}
     for name, adapter in active_adapters(model):
-        shapes = tuple(parameter.shape for parameter in adapter.parameters())
         device = next((parameter.device for parameter in adapter.parameters()), None)
-        alike.setdefault((name, type(adapter), shapes, device), []).append(adapter)
-    terms: dict[str, list[torch.Tensor]] = {}
-    for (name, kind, *_), adapters in alike.items():
-        losses = kind.auxiliary_losses(adapters)
-        if losses is not None:
-            terms.setdefault(name, []).append(losses)
-    configs: dict[str, MonkeyJumpConfig] = model.peft_config if terms else {}  # type: ignore[assignment]
-    total = None
-    for name, values in terms.items():
-        loss = configs[name].orth_reg_weight * torch.cat([value.to(values[0].device) for value in values]).mean()
-        total = loss if total is None else total + loss
-    return total
+        alike.setdefault((name, type(adapter), device), []).append(adapter)
+    found: dict[str, list[tuple[torch.Tensor, int]]] = {}
+    for (name, kind, _), adapters in alike.items():
+        total = kind.auxiliary_total(adapters)
+        if total is not None:
+            found.setdefault(name, []).append(total)
+    configs: dict[str, MonkeyJumpConfig] = model.peft_config if found else {}  # type: ignore[assignment]
+    loss = None
+    for name, totals in found.items():
+        share = configs[name].orth_reg_weight / sum(number for _, number in totals)
+        for total, _ in totals:
+            term = share * total
+            loss = term if loss is None else loss + term.to(loss.device)
+    return loss
 
 
 def add_regularizer_gradients(model: nn.Module) -> None:

@@ -15,12 +15,28 @@ from monkeyjump.ops.kernels.tiles import TILES, row_blocks
 
 
 @triton.jit
-def power(offset, DEGREE: tl.constexpr):
-    """(1 + offset) ** DEGREE - 1 from f <- f + o + f o: exact to fp32 for offsets of any size and sign."""
-    f = tl.zeros_like(offset)
-    for _ in tl.static_range(DEGREE):
-        f = f + offset + f * offset
+def power_minus_one(offset, DEGREE: tl.constexpr):
+    """(1 + offset) ** DEGREE - 1 by repeated squaring, step by step as the reference: for offsets of any size."""
+    f = offset
+    for place in tl.static_range(30, -1, -1):  # unrolled; what is above the highest bit of the degree leaves no code
+        if DEGREE >> (place + 1) > 0:
+            f = f * (f + 2)  # (1 + f) ** 2 - 1
+            if (DEGREE >> place) % 2 == 1:
+                f = f + offset * (f + 1)  # (1 + f) (1 + o) - 1
     return f
+
+
+@triton.jit
+def slope_of_power(offset, DEGREE: tl.constexpr):
+    """d/do (1 + o) ** DEGREE = DEGREE (1 + o) ** (DEGREE - 1)."""
+    p = offset + 1
+    power = tl.full(offset.shape, 1.0, tl.float32)
+    for place in tl.static_range(30, -1, -1):
+        if (DEGREE - 1) >> (place + 1) > 0:
+            power = power * power
+        if ((DEGREE - 1) >> place) % 2 == 1:
+            power = power * p
+    return DEGREE * power
 
 
 @triton.jit
@@ -40,7 +56,7 @@ def scale_kernel(base, offset, gate, y, N, O, gate_stride, every,
     where = rows.to(tl.int64)[:, None] * O + outs[None, :]
     inside = (rows < N)[:, None] & (outs < O)[None, :]
     tile = tl.load(base + where, mask=inside, other=0.0)
-    f = power(tl.load(offset + outs, mask=outs < O, other=0.0), DEGREE)
+    f = power_minus_one(tl.load(offset + outs, mask=outs < O, other=0.0), DEGREE)
     factor = gate_of(gate, rows, N, gate_stride, every)[:, None] * f[None, :]
     wide = tile.to(tl.float32)
     tl.store(y + where, (wide + wide * factor).to(tile.dtype), mask=inside)
@@ -58,10 +74,9 @@ def scale_backward_kernel(dy, base, offset, gate, dbase, parts, N, O, gate_strid
     o = tl.load(offset + outs, mask=outs < O, other=0.0)
     g = gate_of(gate, rows, N, gate_stride, every)[:, None]
     wide = grad.to(tl.float32)
-    tl.store(dbase + where, (wide + wide * (g * power(o, DEGREE)[None, :])).to(grad.dtype), mask=inside)
+    tl.store(dbase + where, (wide + wide * (g * power_minus_one(o, DEGREE)[None, :])).to(grad.dtype), mask=inside)
     value = tl.load(base + where, mask=inside, other=0.0).to(tl.float32)
-    slope = DEGREE * (1 + power(o, DEGREE - 1))  # d/do (1 + o) ** n = n (1 + o) ** (n - 1)
-    tl.store(parts + block * O + outs, slope * tl.sum(wide * value * g, 0), mask=outs < O)
+    tl.store(parts + block * O + outs, slope_of_power(o, DEGREE) * tl.sum(wide * value * g, 0), mask=outs < O)
 
 
 _scale, _scale_backward = Launcher(scale_kernel), Launcher(scale_backward_kernel)
