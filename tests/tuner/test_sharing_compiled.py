@@ -29,11 +29,12 @@ def step(model: Any, seed: int) -> None:
     model(**batch(seed), use_cache=False).loss.backward()
 
 
-@pytest.mark.parametrize("what", ["blocks", "model"])
-@pytest.mark.parametrize("adapter", ["lora", "lora_fa", "adalora"])
+@pytest.mark.parametrize(
+    ("what", "adapter"), [("blocks", "lora"), ("blocks", "lora_fa"), ("blocks", "adalora"), ("model", "lora")]
+)
 def test_compiled_groups_equal_eager(what: str, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps; from the second on q, k, v are one pass over their input in the compiled graph too."""
-    model = routed(3, adapter=adapter)
+    model = routed(2, adapter=adapter)
     twin = copy.deepcopy(model)
     passes: list[int] = []
     down = kernels.down
@@ -44,14 +45,14 @@ def test_compiled_groups_equal_eager(what: str, adapter: str, monkeypatch: pytes
                 one.zero_grad()
                 passes.clear()
                 step(one, seed)
-                assert passes == ([1, 1, 1, 1] if seed == 0 else [3, 1]) * 3
+                assert passes == ([1, 1, 1, 1] if seed == 0 else [3, 1]) * 2
             assert_same(gradients(model), gradients(twin), rtol=1e-5, atol=1e-6)
     assert report.graphs == (2 if what == "blocks" else 1)
 
 
 def test_dropout_of_a_compiled_group_is_the_same_in_backward() -> None:
     """The gradient is that of the loss at the mask of its forward: a finite difference at the same seed agrees."""
-    model = routed(1, dropout=0.5)
+    model = routed(1, dropout=0.5, layers_to_route=[])  # centres that follow the tokens would change the loss too
     parameter = next(p for name, p in model.named_parameters() if "q_proj" in name and name.endswith(".A"))
     direction = torch.randn_like(parameter)
 
