@@ -17,7 +17,7 @@ from monkeyjump.ops.settings import Dropout, Routing, Strengths
 MOST = 8  # columns; with more, a product on the matrix units is less work
 # Which parts of a compiled training step are written out; the others are registered ops. A step without gradients
 # (inference) is written out whole. To be set by measurements; no GPU has measured them yet.
-TRAINING_PARTS = {"up", "dx"}  # of "route", "down", "up", "dx"
+TRAINING_PARTS = {"up", "dx"}  # of "down", "up", "dx"
 
 
 def product(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:

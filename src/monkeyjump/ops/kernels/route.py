@@ -133,7 +133,7 @@ def store_gates(gates, logits, rows, N, inverse_temperature, K: tl.constexpr, RE
         total += share
         share = tl.where(kept(logits, e, K), share, 0.0)
         left += share
-        shares = shares + (share,)  # noqa: RUF005, there is no star in Triton
+        shares = shares + (share,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
     scale = 1.0 / total
     if RENORMALIZE:
         scale = scale / tl.maximum(left * scale, 1e-12)
@@ -156,14 +156,14 @@ def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_
     lengths = ()
     for e in tl.static_range(E):  # while the rows are on their way
         center = tl.load(centers[e] + cols, mask=inside, other=0.0)
-        lengths = lengths + (tl.maximum(tl.sqrt(tl.sum(center * center, 0)), 1e-12),)  # noqa: RUF005
+        lengths = lengths + (tl.maximum(tl.sqrt(tl.sum(center * center, 0)), 1e-12),)  # type: ignore[assignment]  # noqa: RUF005
     tile = tile.to(tl.float32)
     norm = tl.maximum(tl.sqrt(handed_over(tl.sum(tile * tile, 1), BN)), 1e-12)
     logits = ()
     for e in tl.static_range(E):
         center = tl.load(centers[e] + cols, mask=inside, other=0.0)
         dots = handed_over(tl.sum(tile * center[None, :], 1), BN)
-        logits = logits + (dots / (norm * lengths[e]),)  # noqa: RUF005
+        logits = logits + (dots / (norm * lengths[e]),)  # type: ignore[assignment]  # noqa: RUF005
     store_gates(gates, logits, rows, N, inverse_temperature, K, RENORMALIZE)
     if parts is not None:
         counted = rows < N
