@@ -65,14 +65,14 @@ def low_rank_kernels(rank: int, projections: int) -> None:
     parts.total()
 
 
-def routing_kernels(dtype: torch.dtype, experts: int) -> None:
+def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
     from monkeyjump.ops.kernels import route
     from monkeyjump.ops.settings import Routing
 
-    h, queries = torch.randn(64, 96).to(dtype), torch.ones(64, dtype=torch.bool)
-    centers, settings = list(torch.randn(experts, 96)), Routing(1, 0.5, True, 1, True)
+    h, queries = torch.randn(64, width).to(dtype), torch.ones(64, dtype=torch.bool)
+    centers, settings = list(torch.randn(experts, width)), Routing(1, 0.5, True, 1, True)
     route.route(h, centers, settings)
-    route.route_and_sum(h, centers, queries, settings, list(torch.empty(experts, 96)), list(torch.empty(experts)))
+    route.route_and_sum(h, centers, queries, settings, list(torch.empty(experts, width)), list(torch.empty(experts)))
 
 
 if __name__ == "__main__":
@@ -80,5 +80,6 @@ if __name__ == "__main__":
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
     low_rank_kernels(rank=2, projections=2)
-    routing_kernels(torch.bfloat16, experts=3)
-    routing_kernels(torch.float32, experts=2)
+    for width in (96, 1040):  # whole rows, and tiles
+        routing_kernels(torch.bfloat16, experts=3, width=width)
+        routing_kernels(torch.float32, experts=2, width=width)

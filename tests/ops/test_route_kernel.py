@@ -43,13 +43,14 @@ def expected(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor
 
 def compare(h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None, how: Any) -> Found:
     """The kernels on the tokens h [N, D]; rows that are no query may hold anything, also in their gates."""
+    in_tiles = not kernels.in_whole_rows(*h.shape, len(c))
     gates, sums, counts = routing.route_and_sum(h, c, queries, how)
     assert gates.dtype == sums.dtype == counts.dtype == torch.float32
     assert torch.equal(routing.route(h, c, how).nan_to_num(), gates.nan_to_num())
     gates64, sums64, counts64 = expected(h, c, queries, how)
     real = slice(None) if queries is None else queries
-    # products with bf16 keep 16 bits of the centres and of the norms; a temperature enlarges what is lost
-    lost = 2e-5 if h.dtype == torch.bfloat16 else 1e-6
+    # in tiles, products with bf16 keep 16 bits of the centres and of the norms; a temperature enlarges what is lost
+    lost = 2e-5 if h.dtype == torch.bfloat16 and in_tiles else 1e-6
     off = lost * max(1.0, 1 / how.temperature)
     torch.testing.assert_close(gates[real].double(), gates64[real], rtol=off, atol=off)
     assert torch.equal(gates[real] > 0, gates64[real] > 0)
@@ -59,8 +60,8 @@ def compare(h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None
 
 
 EVERY_K = [(E, K) for E in range(1, 4) for K in range(1, E + 1)]
-SOME_K = [(E, 1 + E // 3) for E in (4, 5, 7, 8, 11, 15)]
-THE_ENDS = [(7, 7), (16, 1), (16, 16)]
+SOME_K = [(E, 1 + E // 3) for E in (4, 5, 6, 7, 8, 11, 15)]
+THE_ENDS = [(7, 7), (8, 8), (16, 1), (16, 16)]
 
 
 @pytest.mark.usefixtures("poison")
@@ -73,6 +74,7 @@ def test_every_number_of_experts(experts: int, top_k: int) -> None:
     assert (gates > 0).sum(-1).eq(top_k).all()
 
 
+WIDE = kernels.WHOLE_WIDTH + 1  # the narrowest rows that go through the matrix units
 SHAPES = {
     # one token, one entry, one expert
     "one of everything": (1, 1, 1),
@@ -83,12 +85,16 @@ SHAPES = {
     # a width one past a power of two: nearly half of the tile is empty
     "past a tile": (11, 257, 5),
     # several row blocks, the last with one row
-    "many rows": (3 * TILES["route"].rows + 1, 17, 3),
-    # more row blocks than are added up at a time
-    "many row blocks": (TILES["route"].rows * TILES["add_sums"].rows + 1, 1, 1),
+    "many rows": (3 * TILES["route_rows"].rows + 1, 17, 3),
     # nothing masked
+    "exact rows": (2 * TILES["route_rows"].rows, 256, 7),
+    # the widest rows that a program holds
+    "widest rows": (3, kernels.WHOLE_WIDTH, 2),
+    # the same through the matrix units
+    "many rows in tiles": (3 * TILES["route"].rows + 1, 17, 9),
     "exact tiles": (2 * TILES["route"].rows, 2 * TILES["route"].columns, 16),
-    # many tiles
+    "single token in tiles": (1, 40, 8),
+    "just too wide": (3, WIDE, 2),
     "wide": (2, 2_048, 2),
 }
 
@@ -101,6 +107,19 @@ def test_shapes(shape: str) -> None:
     assert int(counts.sum()) == tokens
 
 
+@pytest.mark.usefixtures("poison")
+def test_more_row_blocks_than_are_added_up_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILES, "add_sums", replace(TILES["add_sums"], rows=2))
+    compare(normal(6 * TILES["route_rows"].rows + 1, 9, seed=1), centers(2, 9), None, settings())
+
+
+def test_very_many_tokens_go_through_the_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MANY", 20)
+    assert kernels.in_whole_rows(20, 40, 3)
+    assert not kernels.in_whole_rows(21, 40, 3)
+    compare(normal(2 * TILES["route_many"].rows + 1, 40, seed=1), centers(3, 40), None, settings())
+
+
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.05, "renormalize": False, "unit": True},
     {"temperature": 0.05, "renormalize": True, "unit": False},
@@ -108,7 +127,14 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.fixture(params=["whole rows", "tiles"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with this runs on both kernels, whatever the shape of its tokens."""
+    monkeypatch.setattr(kernels, "WHOLE_WIDTH", 1024 if request.param == "whole rows" else 0)
+    assert kernels.in_whole_rows(24, 16, 3) == (request.param == "whole rows")
+
+
+@pytest.mark.usefixtures("poison", "kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
 def test_dtypes_and_settings(dtype: torch.dtype, changes: dict[str, Any]) -> None:
@@ -116,7 +142,7 @@ def test_dtypes_and_settings(dtype: torch.dtype, changes: dict[str, Any]) -> Non
     compare(normal(40, 33, seed=1, dtype=dtype, scale=3.0), centers(3, 33), None, settings(**changes))
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poison", "kernel")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("filler", [math.nan, -math.inf, 3e38])
@@ -127,7 +153,7 @@ def test_padding_may_hold_anything(filler: float, unit: bool) -> None:
     compare(h, c, queries, settings(unit=unit))
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poison", "kernel")
 def test_no_query_at_all() -> None:
     h, c = torch.full((9, 21), math.nan, device=DEVICE), centers(3, 21)
     _, sums, counts = routing.route_and_sum(h, c, torch.zeros(9, dtype=torch.bool, device=DEVICE), settings())
@@ -135,6 +161,7 @@ def test_no_query_at_all() -> None:
     assert counts.eq(0).all()
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_ties_go_to_the_lower_index(top_k: int) -> None:
     """Equal centres, behind a worse one and a better one: exactly K are kept, the first of the equal ones first."""
@@ -150,7 +177,7 @@ def test_ties_go_to_the_lower_index(top_k: int) -> None:
     assert torch.equal(gates > 0, reference.gates(logits, top_k, 1.0, False) > 0)
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poison", "kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_token_of_zeros(renormalize: bool, dtype: torch.dtype) -> None:
@@ -162,12 +189,12 @@ def test_a_token_of_zeros(renormalize: bool, dtype: torch.dtype) -> None:
     assert sums.eq(0).all()
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poison", "kernel")
 def test_a_center_of_zeros() -> None:
     compare(normal(9, 16, seed=1), [torch.zeros(16, device=DEVICE), *centers(2, 16)], None, settings())
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poison", "kernel")
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, 1e-4), (torch.float16, 1e4), (torch.bfloat16, 1e-9)])
 def test_sums_of_unit_tokens_of_any_length(dtype: torch.dtype, scale: float) -> None:
     """One over the norm is no number of fp16 for the smallest tokens, and a poor one for the largest."""
@@ -176,7 +203,7 @@ def test_sums_of_unit_tokens_of_any_length(dtype: torch.dtype, scale: float) -> 
     compare(h, centers(3, 16), None, settings())
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poison", "kernel")
 @pytest.mark.parametrize("scale", [1e-9, 1e4, 1e15])
 def test_directions_alone_decide(scale: float) -> None:
     """Sinks with norms of 1e4 and more beside ordinary tokens, and centres of any length."""
@@ -188,7 +215,7 @@ def test_directions_alone_decide(scale: float) -> None:
     torch.testing.assert_close(gates, plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("poison")
+@pytest.mark.usefixtures("poison", "kernel")
 def test_all_tokens_to_one_expert() -> None:
     h = normal(70, 16, seed=1).abs()
     c = [-h.mean(0), h.mean(0), -2 * h.mean(0)]
@@ -197,6 +224,7 @@ def test_all_tokens_to_one_expert() -> None:
     assert sums[[0, 2]].eq(0).all()
 
 
+@pytest.mark.usefixtures("kernel")
 def test_two_runs_give_the_same_bits() -> None:
     h, c = normal(150, 40, seed=1, dtype=torch.bfloat16), centers(2, 40)
     for first, second in zip(*(routing.route_and_sum(h, c, None, settings()) for _ in range(2)), strict=True):

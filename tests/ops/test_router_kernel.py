@@ -123,6 +123,37 @@ def test_float64_states_take_torch(launches: list[str]) -> None:
     assert not launches
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_router_stages_as_an_eager_one() -> None:
+    """One op in the graph, which writes into the tensors of the layers: nothing is copied there afterwards."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    h, c, how = normal(2, 9, 20, seed=1), centers(3, 20), config()
+
+    def staged() -> router.Staged:
+        return router.Staged([normal(20, seed=30 + e) for e in range(3)], [normal(1, seed=e)[0] for e in range(3)])
+
+    def stage(h: torch.Tensor, into: router.Staged) -> torch.Tensor:
+        return router.route(h, c, None, Selection(), how, training=True, into=into).gates
+
+    eager, compiled = staged(), staged()
+    with implementation("triton"):
+        gates = stage(h, eager)
+        assert torch.equal(torch.compile(stage, backend=backend, fullgraph=True)(h, compiled), gates)
+    for found, expected in zip(compiled.sums + compiled.counts, eager.sums + eager.counts, strict=True):
+        assert torch.equal(found, expected)
+    calls = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("route_into" in call for call in calls) == 1
+    assert not [call for call in calls if "copy" in call]
+
+
 def test_routing_has_no_gradient() -> None:
     h = normal(1, 5, 8, seed=1).requires_grad_()
     assert not decide("triton", h, centers(2, 8), config()).gates.requires_grad

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from monkeyjump.ops.dispatch import implementation
+from monkeyjump.training.compile import compiled
 from tests.helpers import COMPILING, adapted, assert_same, disturb, gradients, tiny_llama
 from tests.tuner.sharing_models import ATTENTION, DEVICE, batch
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
-from monkeyjump.training.compile import compiled
 
 pytestmark = [*COMPILING, pytest.mark.usefixtures("fresh_compiler")]
 

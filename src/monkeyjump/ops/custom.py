@@ -154,36 +154,32 @@ def _up_gradients(ctx: Any, dy: torch.Tensor) -> Any:
 lora_up.register_autograd(_up_gradients, setup_context=_save_up)
 
 
-@torch.library.custom_op("monkeyjump::route_and_sum", mutates_args=())
-def route_and_sum(
+@torch.library.custom_op("monkeyjump::route_into", mutates_args=("sums", "counts"))
+def route_into(
     h: torch.Tensor,
     centers: list[torch.Tensor],
     queries: torch.Tensor | None,
-    top_k: int,
+    sums: list[torch.Tensor],
+    counts: list[torch.Tensor],
+    ks: list[int],
     temperature: float,
-    renormalize: bool,
-    member_k: int,
-    unit: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gates [N, E]; sums [E, D] and counts [E] of the tokens that each centre will follow."""
+    flags: list[bool],
+) -> torch.Tensor:
+    """Gates [N, E]; sums [D] and counts [] of the tokens that each centre will follow are written where they belong."""
+    (top_k, member_k), (renormalize, unit) = ks, flags
     settings = Routing(top_k, temperature, renormalize, member_k, unit)
-    sums = h.new_empty(len(centers), h.shape[1], dtype=torch.float32)
-    counts = h.new_empty(len(centers), dtype=torch.float32)
-    gates = routing.route_and_sum(h.contiguous(), centers, queries, settings, sums.unbind(), counts.unbind())
-    return gates, sums, counts
+    return routing.route_and_sum(h.contiguous(), centers, queries, settings, sums, counts)
 
 
-@route_and_sum.register_fake
+@route_into.register_fake
 def _(
     h: torch.Tensor,
     centers: list[torch.Tensor],
     queries: torch.Tensor | None,
-    top_k: int,
+    sums: list[torch.Tensor],
+    counts: list[torch.Tensor],
+    ks: list[int],
     temperature: float,
-    renormalize: bool,
-    member_k: int,
-    unit: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    E = len(centers)
-    wide = h.new_empty(h.shape[0], E, dtype=torch.float32)
-    return wide, h.new_empty(E, h.shape[1], dtype=torch.float32), h.new_empty(E, dtype=torch.float32)
+    flags: list[bool],
+) -> torch.Tensor:
+    return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)

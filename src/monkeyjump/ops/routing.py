@@ -32,24 +32,22 @@ def route_into(
     sums: Sequence[torch.Tensor],
     counts: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Gates [B, T, E]; sums [D] and counts [] of each expert are written where the caller wants them. Eager only."""
+    """Gates [B, T, E]; sums [D] and counts [] of the queries ([B, T] bool; None: every token) are written by expert."""
+    flat = rows_of(h)
     if queries is not None:
         queries = queries.expand(h.shape[:-1]).reshape(-1)
-    gates = kernels.route_and_sum(rows_of(h), centers, queries, routing, sums, counts)
+    if torch.compiler.is_compiling():
+        ks, flags = [routing.top_k, routing.member_k], [routing.renormalize, routing.unit]
+        gates = custom.route_into(flat, centers, queries, list(sums), list(counts), ks, routing.temperature, flags)
+    else:
+        gates = kernels.route_and_sum(flat, centers, queries, routing, sums, counts)
     return gates.view(*h.shape[:-1], len(centers))
 
 
 def route_and_sum(
     h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gates [B, T, E]; sums [E, D] and counts [E] of the queries ([B, T] bool; None: every token) by expert."""
-    if not torch.compiler.is_compiling():
-        sums = torch.empty(len(centers), h.shape[-1], device=h.device)
-        counts = torch.empty(len(centers), device=h.device)
-        return route_into(h, centers, queries, routing, sums.unbind(), counts.unbind()), sums, counts
-    flat = rows_of(h)
-    if queries is not None:
-        queries = queries.expand(h.shape[:-1]).reshape(-1)
-    settings = (routing.top_k, routing.temperature, routing.renormalize, routing.member_k, routing.unit)
-    gates, sums, counts = custom.route_and_sum(flat, centers, queries, *settings)
-    return gates.view(*h.shape[:-1], len(centers)), sums, counts
+    """Gates [B, T, E]; sums [E, D] and counts [E]."""
+    sums = torch.empty(len(centers), h.shape[-1], device=h.device)
+    counts = torch.empty(len(centers), device=h.device)
+    return route_into(h, centers, queries, routing, sums.unbind(), counts.unbind()), sums, counts

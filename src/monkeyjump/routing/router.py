@@ -130,14 +130,11 @@ def _fused(
         member_k=1 if config.ema_assign == "top1" else config.top_k or len(centers),
         unit=config.ema_space == "normalized",
     )
-    if into is not None and not torch.compiler.is_compiling():
-        return Decision(routing.route_into(h, list(centers), queries, settings, into.sums, into.counts))
-    if not with_statistics and into is None:
-        return Decision(routing.route(h, list(centers), settings))
-    decision = Decision(*routing.route_and_sum(h, list(centers), queries, settings))
     if into is not None:
-        into.write(decision)
-    return decision
+        return Decision(routing.route_into(h, list(centers), queries, settings, into.sums, into.counts))
+    if not with_statistics:
+        return Decision(routing.route(h, list(centers), settings))
+    return Decision(*routing.route_and_sum(h, list(centers), queries, settings))
 
 
 def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:

@@ -1,4 +1,8 @@
-"""Triton kernels of the centroid router: tokens to gates, and what the centres will follow, in one pass over h.
+"""Triton kernels of the centroid router: tokens to gates, and what the centres will follow.
+
+Two kernels route. Where a program can hold whole rows of h in its registers, it reads them once and works with plain
+fp32 sums; wider rows, more experts and very many tokens go through the matrix units tile by tile, and h is read again
+for the sums.
 
 Shapes: N tokens, D hidden width, E experts, P row blocks. Each row block writes its own sums; a second
 kernel adds them up in a fixed order.
@@ -18,6 +22,9 @@ from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 from monkeyjump.ops.settings import Routing
 
 MOST_EXPERTS = 16
+# of whole rows in registers: beyond the first they do not fit, beyond the second the plain sums cost more than the
+# matrix units, beyond the third (`MANY`) so many row blocks' sums are a burden of their own
+WHOLE_WIDTH, WHOLE_EXPERTS = 1024, 7
 
 
 @triton.jit
@@ -92,6 +99,87 @@ def route_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_tempe
 
 
 @triton.jit
+def handed_over(value, BN: tl.constexpr):
+    """The same [BN], held by other threads: each by one, not by all, or by all again.
+
+    A sum over columns leaves every thread of the program with every row's result, and the compiler would go on like
+    this through all of the gates; the other way it would make the gates again for every thread that weighs by them.
+    """
+    return tl.gather(value, tl.arange(0, BN), 0)
+
+
+@triton.jit
+def kept(logits, e: tl.constexpr, K: tl.constexpr):
+    """Where expert e is one of the K largest of E times [BN]; ties go to the lower index."""
+    beaten = tl.zeros_like(logits[e]).to(tl.int32)
+    for other in tl.static_range(len(logits)):
+        if other < e:
+            beaten += (logits[other] >= logits[e]).to(tl.int32)
+        if other > e:
+            beaten += (logits[other] > logits[e]).to(tl.int32)
+    return beaten < K
+
+
+@triton.jit
+def store_gates(gates, logits, rows, N, inverse_temperature, K: tl.constexpr, RENORMALIZE: tl.constexpr):
+    E: tl.constexpr = len(logits)
+    highest = logits[0]
+    for e in tl.static_range(1, E):
+        highest = tl.maximum(highest, logits[e])
+    shares = ()
+    total, left = tl.zeros_like(highest), tl.zeros_like(highest)
+    for e in tl.static_range(E):
+        share = tl.exp((logits[e] - highest) * inverse_temperature)
+        total += share
+        share = tl.where(kept(logits, e, K), share, 0.0)
+        left += share
+        shares = shares + (share,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+    scale = 1.0 / total
+    if RENORMALIZE:
+        scale = scale / tl.maximum(left * scale, 1e-12)
+    for e in tl.static_range(E):
+        tl.store(gates + rows * E + e, shares[e] * scale, mask=rows < N)
+
+
+@triton.jit
+def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_temperature,
+                      K: tl.constexpr, MEMBER_K: tl.constexpr, RENORMALIZE: tl.constexpr, UNIT: tl.constexpr,
+                      BN: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+    """The same from whole rows: with all warps side by side along the row, no sum over tokens crosses a thread."""
+    E: tl.constexpr = len(centers)
+    block = tl.program_id(0)
+    rows, cols = block * BN + tl.arange(0, BN), tl.arange(0, DP)
+    inside = cols < D
+    tile = tl.load(
+        h + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=(rows < N)[:, None] & inside[None, :], other=0.0
+    )
+    lengths = ()
+    for e in tl.static_range(E):  # while the rows are on their way
+        center = tl.load(centers[e] + cols, mask=inside, other=0.0)
+        lengths = lengths + (tl.maximum(tl.sqrt(tl.sum(center * center, 0)), 1e-12),)  # type: ignore[assignment]  # noqa: RUF005
+    tile = tile.to(tl.float32)
+    norm = tl.maximum(tl.sqrt(handed_over(tl.sum(tile * tile, 1), BN)), 1e-12)
+    logits = ()
+    for e in tl.static_range(E):
+        center = tl.load(centers[e] + cols, mask=inside, other=0.0)
+        dots = handed_over(tl.sum(tile * center[None, :], 1), BN)
+        logits = logits + (dots / (norm * lengths[e]),)  # type: ignore[assignment]  # noqa: RUF005
+    store_gates(gates, logits, rows, N, inverse_temperature, K, RENORMALIZE)
+    if parts is not None:
+        counted = rows < N
+        if queries is not None:
+            counted = counted & (tl.load(queries + rows, mask=rows < N, other=0) != 0)
+            # padding may hold anything, NaN too, which a weight of zero would not take out
+            tile = tl.where((handed_over(counted.to(tl.int32), BN) != 0)[:, None], tile, 0.0)
+        for e in tl.static_range(E):
+            members = counted & kept(logits, e, MEMBER_K)
+            tl.store(numbers + block * E + e, tl.sum(members.to(tl.float32), 0))
+            weight = handed_over(tl.where(members, 1.0 / norm if UNIT else 1.0, 0.0), BN)
+            share = tl.sum(tile * weight[:, None], 0)
+            tl.store(parts + (block.to(tl.int64) * E + e) * D + cols, share, mask=inside)
+
+
+@triton.jit
 def add_sums_kernel(parts, numbers, sums, counts, P, D,
                     BP: tl.constexpr, ALL: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """The row blocks' sums and counts, added up, each expert's into its own tensor."""
@@ -115,11 +203,15 @@ def add_sums_kernel(parts, numbers, sums, counts, P, D,
                 tl.store(counts[e], tl.sum(number, 0))
 
 
-_route, _add_sums = Launcher(route_kernel), Launcher(add_sums_kernel)
+_route, _route_rows, _add_sums = Launcher(route_kernel), Launcher(route_rows_kernel), Launcher(add_sums_kernel)
 
 
 def supported(experts: int) -> bool:
     return experts <= MOST_EXPERTS
+
+
+def in_whole_rows(tokens: int, width: int, experts: int) -> bool:
+    return padded(width) <= WHOLE_WIDTH and experts <= WHOLE_EXPERTS and tokens <= MANY
 
 
 def route(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
@@ -139,7 +231,7 @@ def route_and_sum(
 ) -> torch.Tensor:
     """gates [N, E]; of the tokens that are queries ([N] bool; None: all) E sums [D] and counts [] are written."""
     N, D = h.shape
-    E, P = len(centers), row_blocks(N, _tile(N).rows)
+    E, P = len(centers), row_blocks(N, _tile(h, len(centers)).rows)
     gates = torch.empty(N, E, device=h.device, dtype=torch.float32)
     parts = torch.empty(P, E, D, device=h.device, dtype=torch.float32)
     numbers = torch.empty(P, E, device=h.device, dtype=torch.float32)
@@ -159,14 +251,24 @@ def _launch(
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     routing: Routing,
 ) -> None:
-    N, D = h.shape
-    tile = _tile(N)
+    (N, D), E = h.shape, len(centers)
+    tile = _tile(h, E)
+    how = (1 / routing.temperature, routing.top_k, routing.member_k, routing.renormalize, routing.unit)
+    grid, tensors = (row_blocks(N, tile.rows), 1), (h, tuple(centers), queries, *outputs)
+    if in_whole_rows(N, D, E):
+        _route_rows(grid, *tensors, N, D, *how, tile.rows, padded(D), warps=tile.warps, stages=tile.stages)
+        return
     _route(
-        (row_blocks(N, tile.rows), 1), h, tuple(centers), queries, *outputs, N, D, 1 / routing.temperature,
-        routing.top_k, routing.member_k, routing.renormalize, routing.unit,
-        h.dtype == torch.bfloat16, padded(len(centers)), tile.rows, tile.width(D), warps=tile.warps, stages=tile.stages,
+        grid, *tensors, N, D, *how, h.dtype == torch.bfloat16, padded(E), tile.rows, tile.width(D),
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
-def _tile(tokens: int) -> Tile:
-    return TILES["route" if tokens <= MANY else "route_many"]
+def _tile(h: torch.Tensor, experts: int) -> Tile:
+    N, D = h.shape
+    if not in_whole_rows(N, D, experts):
+        return TILES["route" if N <= MANY else "route_many"]
+    tile = TILES["route_rows"]
+    # rows of fp32 take twice the registers; 8 columns for each thread of as many warps as that makes, all along the row
+    rows = tile.rows if h.element_size() == 2 else tile.rows // 2
+    return Tile(rows, tile.columns, max(1, min(tile.warps, padded(D) // 256)), tile.stages)
