@@ -125,10 +125,11 @@ class _Grouped(torch.autograd.Function):
         simple = diagonals[0] is None and Bs[0].shape[1] == As[0].shape[0] and not gated
         ups = sum(B.numel() for B in Bs)
         parts = Parts.of(z.shape[0], ups + (0 if flat is None else sum(A.numel() for A in As)), z.device)
-        dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts)
+        dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts, whole=not simple)
         result: list[Any] = [None] * (M * FIELDS)
         if not simple:
-            dz, result[2::FIELDS], result[3::FIELDS] = rank_gradients(dz, z, strengths, gated)
+            total, result[2::FIELDS], result[3::FIELDS] = rank_gradients(dz.parts[0], z, strengths, gated)
+            dz = kernels.whole(total, M)
         if dx is not None or flat is not None:
             kernels.down_backward(flat, dz, As, mask(seed, p), dx, parts, ups, add=True)
         total = parts.total()
@@ -159,13 +160,14 @@ def outputs(
     One product for all is taken apart while the updates are added: what backward keeps of one output must not keep the
     others.
     """
-    z = kernels.down(x, As, dropout)
+    parts = kernels.down_parts(x, As, dropout)
+    z = parts[0] if len(parts) == 1 else torch.empty(parts.shape[1:], device=x.device)
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
     ys = bases
     if len(bases) < len(Bs):
         bases = list(bases[0].split([B.shape[0] for B in Bs], 1))
         ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
-    kernels.up(bases, z, Bs, strengths, ys)
+    kernels.up(bases, parts, Bs, strengths, ys, None if len(parts) == 1 else z)
     return ys, z
 
 
