@@ -56,7 +56,7 @@ def low_rank_kernels(rank: int, projections: int) -> None:
         z = lora.down(x, As, dropout)
         strengths = Strengths(0.5, (gate,) * projections, (diagonal,) * projections)
         lora.up([base] * projections, z, Bs, strengths, [base] * projections)
-        dz = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None, parts, whole=False)
+        dz = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None, parts)
         lora.down_backward(x, dz, As, dropout, x, parts, 16, add=dropout is None)
         lora.down_backward(None, dz, As, dropout, x, parts, 16, add=False)
         lora.down_backward(x, dz, As, dropout, None, parts, 16, add=False)

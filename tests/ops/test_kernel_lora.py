@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
-from monkeyjump.ops.kernels.tiles import TILES, Tile
 from monkeyjump.ops.settings import Dropout, Strengths
 from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal
 from tests.ops.lora_cases import OF_DOWN, OF_UP, TALL, WIDE, Case
@@ -23,7 +22,7 @@ def up_backward(
     """t and dB of every projection; behind the dB's the parts have room that is not theirs."""
     room, width = 5, sum(B.numel() for B in Bs)
     parts = kernels.Parts.of(z.shape[0], width + room, DEVICE)
-    t = kernels.up_backward(dys, z, Bs, strengths, times_s, parts).total()
+    t = kernels.up_backward(dys, z, Bs, strengths, times_s, parts)
     assert parts.tensor[:, width:].isnan().all()
     total = parts.total()[:width].split([B.numel() for B in Bs])
     return list(t.split(Bs[0].shape[1], 1)), [dB.view(B.shape) for dB, B in zip(total, Bs, strict=True)]
@@ -67,35 +66,6 @@ def test_rows_of_wider_tensors(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_the_columns_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """z and t in several parts, not equally many for every projection, are what they are whole; so is all from them."""
-    for name in ("down", "backward"):
-        monkeypatch.setitem(TILES, name, Tile(16, 16))
-    case = Case(N=37, D=100, outs=(70, 20, 33), R=2, G=1, dropout=0.3, dtype=dtype)
-    x, As, Bs, dys, strengths = case.x(), case.downs(), case.ups(), case.bases(), case.strengths()
-    z = kernels.down(x, As, case.mask())
-    parts = kernels.down_parts(x, As, case.mask())
-    assert len(parts) == 7
-    assert error(parts.sum(0), z) < 1e-6
-    whole, split, total = [torch.empty_like(dy) for dy in dys], [torch.empty_like(dy) for dy in dys], guarded(0 * z)
-    kernels.up(dys, z, Bs, strengths, whole)
-    kernels.up(dys, parts, Bs, strengths, split, total)
-    assert error(total, z) < 1e-6
-    for one, other in zip(split, whole, strict=True):
-        assert error(one, other) < TOLERANCE[dtype]
-    found = []
-    for one_part in (True, False):
-        room = kernels.Parts.of(case.N, sum(B.numel() for B in Bs) + 6 * case.D, DEVICE)
-        t = kernels.up_backward(dys, z, Bs, strengths, True, room, whole=one_part)
-        assert t.counts == ((1, 1, 1) if one_part else (5, 2, 3))
-        dx = guarded(0 * x)
-        kernels.down_backward(x, t, As, case.mask(), dx, room, sum(B.numel() for B in Bs), add=False)
-        found.append((t.total(), room.total(), dx))
-    for one, other in zip(*found, strict=True):
-        assert error(one, other) < (1e-6 if dtype == torch.float32 else TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize("case", OF_UP)
 def test_up_backward(case: Case) -> None:
     dys, z, Bs, strengths = case.bases(), case.z(), case.ups(), case.strengths()
@@ -129,7 +99,7 @@ def test_down_backward_adds_to_what_is_there(dropout: float, dtype: torch.dtype)
     there = normal(case.N, case.D, seed=3, dtype=dtype)
     dx = guarded(there)
     parts = kernels.Parts.of(case.N, offset + 4 * case.D + 3, DEVICE)
-    kernels.down_backward(x, kernels.whole(torch.cat(dzs, 1), 2), As, mask, dx, parts, offset, add=True)
+    kernels.down_backward(x, torch.cat(dzs, 1), As, mask, dx, parts, offset, add=True)
     dz = torch.cat(dzs, 1).double()
     assert error(dx, there.double() + dz @ torch.cat(As).double() * case.kept()) < TOLERANCE[dtype]
     assert parts.tensor[:, :offset].isnan().all()

@@ -76,8 +76,7 @@ def grouped_backward(
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
     ups = sum(B.numel() for B in Bs)
     parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
-    strengths = _strengths(scale, gates, [], every, len(As))
-    dz = kernels.up_backward(dys, z, Bs, strengths, True, parts, whole=False)
+    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, [], every, len(As)), True, parts)
     if with_dx or x is not None:
         kernels.down_backward(x, dz, As, mask(seed, p), dx if with_dx else None, parts, ups, add=True)
     return dx, parts.total()
@@ -104,7 +103,7 @@ def grouped_up_backward(
     parts = Parts.of(z.shape[0], sum(B.numel() for B in Bs), z.device)
     dys = [dy.contiguous() for dy in dys]
     t = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, every, len(Bs)), False, parts)
-    return t.parts[0], parts.total()
+    return t, parts.total()
 
 
 @grouped_up_backward.register_fake
@@ -130,7 +129,7 @@ def grouped_down_backward(
     parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
     if with_dx or x is not None:
         given = dx if with_dx else None
-        kernels.down_backward(x, kernels.whole(dz.contiguous(), len(As)), As, mask(seed, p), given, parts, 0, add=True)
+        kernels.down_backward(x, dz.contiguous(), As, mask(seed, p), given, parts, 0, add=True)
     return dx, parts.tensor.new_empty(0) if x is None else parts.total()
 
 

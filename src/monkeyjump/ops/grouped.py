@@ -125,11 +125,10 @@ class _Grouped(torch.autograd.Function):
         simple = diagonals[0] is None and Bs[0].shape[1] == As[0].shape[0] and not gated
         ups = sum(B.numel() for B in Bs)
         parts = Parts.of(z.shape[0], ups + (0 if flat is None else sum(A.numel() for A in As)), z.device)
-        dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts, whole=not simple)
+        dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts)
         result: list[Any] = [None] * (M * FIELDS)
         if not simple:
-            total, result[2::FIELDS], result[3::FIELDS] = rank_gradients(dz.parts[0], z, strengths, gated)
-            dz = kernels.whole(total, M)
+            dz, result[2::FIELDS], result[3::FIELDS] = rank_gradients(dz, z, strengths, gated)
         if dx is not None or flat is not None:
             kernels.down_backward(flat, dz, As, mask(seed, p), dx, parts, ups, add=True)
         total = parts.total()
@@ -160,14 +159,13 @@ def outputs(
     One product for all is taken apart while the updates are added: what backward keeps of one output must not keep the
     others.
     """
-    parts = kernels.down_parts(x, As, dropout)
-    z = parts[0] if len(parts) == 1 else torch.empty(parts.shape[1:], device=x.device)
+    z = kernels.down(x, As, dropout)
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
     ys = bases
     if len(bases) < len(Bs):
         bases = list(bases[0].split([B.shape[0] for B in Bs], 1))
         ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
-    kernels.up(bases, parts, Bs, strengths, ys, None if len(parts) == 1 else z)
+    kernels.up(bases, z, Bs, strengths, ys)
     return ys, z
 
 
