@@ -8,6 +8,7 @@ Shapes: D width of the input, N experts, H hidden width; `...`: any leading shap
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
-from monkeyjump.ops.precision import at_least_fp32, precise_linear
+from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.ops.router_logits import router_linear, router_logits
 
 
 @dataclass
@@ -58,13 +60,13 @@ class LearnedRouter(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, x: torch.Tensor) -> LearnedDecision:
-        config = self.config
-        noise = config.noise if self.training and config.jitter > 0 else None
+    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> LearnedDecision:
+        """The decision for x [..., D]; `logits` of `shared_logits`, where it made them."""
+        config, noise = self.config, self._noise()
         with torch.autocast(x.device.type, enabled=False):
             if noise == "input_mul":  # a copy: the experts get the input as it is
                 x = x * _around_one(x, config.jitter)
-            logits = self.logits(x)
+            logits = self.logits(x) if logits is None else logits
             if noise == "logit_mul":
                 logits = logits * _around_one(logits, config.jitter)
             elif noise == "gaussian":
@@ -73,9 +75,16 @@ class LearnedRouter(nn.Module):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.config.router_hidden == "swiglu":
-            gate = precise_linear(x, self.hidden_gate, self.hidden_gate_bias)
-            x = nn.functional.silu(gate) * precise_linear(x, self.hidden_up, self.hidden_up_bias)
-        return precise_linear(x, self.weight, self.bias)
+            gate = router_linear(x, self.hidden_gate, self.hidden_gate_bias)
+            x = nn.functional.silu(gate) * router_linear(x, self.hidden_up, self.hidden_up_bias)
+        return router_linear(x, self.weight, self.bias)
+
+    def one_product(self) -> bool:
+        """Whether the logits are W x for the x that other routers see, too."""
+        return self.bias is None and self.config.router_hidden != "swiglu" and self._noise() != "input_mul"
+
+    def _noise(self) -> str | None:
+        return self.config.noise if self.training and self.config.jitter > 0 else None
 
     def decide(self, x: torch.Tensor, logits: torch.Tensor) -> LearnedDecision:
         config = self.config
@@ -84,7 +93,7 @@ class LearnedRouter(nn.Module):
         chosen = ops.top_k_mask(logits, config.top_k)
         gates = p * chosen
         if config.threshold is not None:
-            bar = config.threshold * torch.sigmoid(precise_linear(x, self.threshold, self.threshold_bias))
+            bar = config.threshold * torch.sigmoid(router_linear(x, self.threshold, self.threshold_bias))
             chosen = chosen & (p >= bar)
             gates = above_threshold(p, bar, chosen, config.threshold_grad)
         if config.renormalize:
@@ -96,6 +105,14 @@ class LearnedRouter(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.router}, width={self.width}, experts={self.experts}"
+
+
+def shared_logits(routers: Sequence[LearnedRouter], x: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """The logits of routers that read the same x, made together; None for routers that have to make their own."""
+    if len(routers) == 1 or not all(router.one_product() for router in routers):
+        return [None] * len(routers)
+    with torch.autocast(x.device.type, enabled=False):
+        return router_logits(x, [router.weight for router in routers])
 
 
 def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gradient: str) -> torch.Tensor:
@@ -117,10 +134,11 @@ def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -
     chosen = decision.chosen.detach().flatten(0, -2).float()
     p = decision.probabilities.flatten(0, -2)
     if mask is None:
-        return chosen.sum(0) / chosen.sum().clamp_min(1), p.mean(0)
+        number = chosen.sum(0)
+        return number / number.sum().clamp_min(1), p.mean(0)
     real = mask.flatten().unsqueeze(-1)
-    chosen = chosen * real
-    return chosen.sum(0) / chosen.sum().clamp_min(1), p.masked_fill(~real, 0.0).sum(0) / real.sum().clamp_min(1)
+    number = (chosen * real).sum(0)
+    return number / number.sum().clamp_min(1), p.masked_fill(~real, 0.0).sum(0) / real.sum().clamp_min(1)
 
 
 def balance_loss(load: torch.Tensor, probability: torch.Tensor, top_k: int, norm: str) -> torch.Tensor:
