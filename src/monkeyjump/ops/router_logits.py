@@ -21,26 +21,25 @@ from monkeyjump.ops.settings import rows_of
 MOST = 64  # columns of all weights together; more are as well left to a matrix product
 
 
-def router_logits(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """x W^T [..., E] of every W [E, D], in one pass over x [..., D] where the kernels run."""
+def router_logits(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x W^T of M weights W [E, D], [..., M, E]; in one pass over x [..., D] where the kernels run."""
     if not _for_kernels(x, weights):
-        return tuple(precise_linear(x, weight) for weight in weights)
-    logits = _Logits.apply(x, *weights)
-    return tuple(part.view(*x.shape[:-1], -1) for part in logits)
+        return torch.stack([precise_linear(x, weight) for weight in weights], -2)
+    return _Logits.apply(x, *weights).view(*x.shape[:-1], len(weights), -1)
 
 
 def router_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b of one small W, in its dtype."""
     if not _for_kernels(x, [weight]):
         return precise_linear(x, weight, bias)
-    (out,) = router_logits(x, [weight])
+    out = router_logits(x, [weight]).squeeze(-2)
     return out if bias is None else out + bias
 
 
 def _for_kernels(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return False
-    if any(weight.dtype != torch.float32 or weight.shape != weights[0].shape for weight in weights):
+    if any(weight.dtype != torch.float32 for weight in weights):
         return False
     few = len(weights) * weights[0].shape[0] <= MOST
     return few and x.device == weights[0].device and x.numel() > 0 and dispatch.uses_kernels(x)
@@ -48,18 +47,16 @@ def _for_kernels(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         flat, dense = rows_of(x), [weight.contiguous() for weight in weights]
         ctx.save_for_backward(flat, *dense)
         ctx.shape = x.shape
-        logits = _logits(flat, dense)
-        return logits.split(weights[0].shape[0], 1) if len(weights) > 1 else (logits,)
+        return _logits(flat, dense)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         flat, *weights = ctx.saved_tensors
-        grad = (grads[0] if len(grads) == 1 else torch.cat(grads, 1)).contiguous()
-        dx, dW = _backward(flat, grad, weights, ctx.needs_input_grad[0])
+        dx, dW = _backward(flat, grad.contiguous(), weights, ctx.needs_input_grad[0])
         return None if dx is None else dx.view(ctx.shape), *dW.split(weights[0].shape[0])
 
 

@@ -25,6 +25,7 @@ class LearnedDecision:
     gates: torch.Tensor  # [..., N], zero on experts that are not used
     probabilities: torch.Tensor  # [..., N], before anything was dropped
     chosen: torch.Tensor  # [..., N] bool
+    per_token: int | None = None  # experts that every token uses; None where that depends on the token
 
 
 class LearnedRouter(nn.Module):
@@ -61,7 +62,7 @@ class LearnedRouter(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> LearnedDecision:
-        """The decision for x [..., D]; `logits` of `shared_logits`, where it made them."""
+        """The decision for x [..., D]; for `logits` that `decide_together` has made, if given."""
         config, noise = self.config, self._noise()
         with torch.autocast(x.device.type, enabled=False):
             if noise == "input_mul":  # a copy: the experts get the input as it is
@@ -80,15 +81,17 @@ class LearnedRouter(nn.Module):
         return router_linear(x, self.weight, self.bias)
 
     def one_product(self) -> bool:
-        """Whether the logits are W x for the x that other routers see, too."""
-        return self.bias is None and self.config.router_hidden != "swiglu" and self._noise() != "input_mul"
+        """Whether W x is all that this router needs of the x that other routers see, too."""
+        config = self.config
+        plain = self.bias is None and config.router_hidden != "swiglu" and config.threshold is None
+        return plain and self._noise() is None
 
     def _noise(self) -> str | None:
         return self.config.noise if self.training and self.config.jitter > 0 else None
 
     def decide(self, x: torch.Tensor, logits: torch.Tensor) -> LearnedDecision:
         config = self.config
-        scaled = logits / config.temperature
+        scaled = logits if config.temperature == 1 else logits / config.temperature
         p = torch.sigmoid(scaled) if self.sigmoid else torch.softmax(scaled, dim=-1)
         chosen = ops.top_k_mask(logits, config.top_k)
         gates = p * chosen
@@ -98,7 +101,8 @@ class LearnedRouter(nn.Module):
             gates = above_threshold(p, bar, chosen, config.threshold_grad)
         if config.renormalize:
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(ops.EPS)
-        return LearnedDecision(gates, p, chosen)
+        per_token = min(config.top_k or self.experts, self.experts) if config.threshold is None else None
+        return LearnedDecision(gates, p, chosen, per_token)
 
     def _apply(self, fn, recurse=True):
         return super()._apply(at_least_fp32(fn), recurse)
@@ -107,12 +111,17 @@ class LearnedRouter(nn.Module):
         return f"{self.config.router}, width={self.width}, experts={self.experts}"
 
 
-def shared_logits(routers: Sequence[LearnedRouter], x: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """The logits of routers that read the same x, made together; None for routers that have to make their own."""
-    if len(routers) == 1 or not all(router.one_product() for router in routers):
-        return [None] * len(routers)
+def decide_together(routers: Sequence[LearnedRouter], x: torch.Tensor) -> LearnedDecision | None:
+    """The decisions of M routers that read the same x, [..., M, N] each; None where every router has to decide alone.
+
+    Each step is then one kernel for all of them, forward and backward.
+    """
+    alike = len({router.weight.shape for router in routers}) == 1
+    if len(routers) == 1 or not alike or not all(router.one_product() for router in routers):
+        return None
     with torch.autocast(x.device.type, enabled=False):
-        return router_logits(x, [router.weight for router in routers])
+        logits = router_logits(x, [router.weight for router in routers])
+    return routers[0](x, logits)  # which differs from the others in its weight alone
 
 
 def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gradient: str) -> torch.Tensor:
@@ -130,15 +139,19 @@ def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gr
 
 
 def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens."""
+    """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens.
+
+    [N] each, or [M * N] for a decision [..., M * N] of M routers, which must be known `per_token`.
+    """
     chosen = decision.chosen.detach().flatten(0, -2).float()
     p = decision.probabilities.flatten(0, -2)
-    if mask is None:
-        number = chosen.sum(0)
-        return number / number.sum().clamp_min(1), p.mean(0)
-    real = mask.flatten().unsqueeze(-1)
-    number = (chosen * real).sum(0)
-    return number / number.sum().clamp_min(1), p.masked_fill(~real, 0.0).sum(0) / real.sum().clamp_min(1)
+    tokens: torch.Tensor | int = p.shape[0]
+    if mask is not None:
+        real = mask.flatten().unsqueeze(-1)
+        chosen, p, tokens = chosen * real, p.masked_fill(~real, 0.0), real.sum().clamp_min(1)
+    number = chosen.sum(0)
+    total = number.sum().clamp_min(1) if decision.per_token is None else decision.per_token * tokens
+    return number / total, p.sum(0) / tokens
 
 
 def balance_loss(load: torch.Tensor, probability: torch.Tensor, top_k: int, norm: str) -> torch.Tensor:

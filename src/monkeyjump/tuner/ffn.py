@@ -123,8 +123,8 @@ class FeedForwardExperts(LearnedBlockRouter):
         decision: LearnedDecision = layer.monkeyjump_router[name](x)
         if layer.training:
             mask = self._fitted_mask(x)
-            self._stage_balance(name, BLOCK, decision, mask)
-            self._count_tokens(name, self.layers[name], decision, mask)
+            self._stage_balance(name, [BLOCK], decision, mask)
+            self._count_tokens(name, self.layers[name], decision.chosen, mask)
         self._trace(name, BLOCK, decision.gates)
         return decision
 

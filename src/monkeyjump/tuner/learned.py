@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, D hidden width, E gates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
-from monkeyjump.routing.learned import LearnedDecision, load_and_probability, shared_logits
+from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
 from monkeyjump.routing.router import uniform_gates
 from monkeyjump.tuner.block import REMEMBERED, BlockRouter
 from monkeyjump.tuner.inputs import hidden_states, in_backward
@@ -46,7 +47,7 @@ class LearnedBlockRouter(BlockRouter):
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
         super().add(adapter_name, config, block, layers)
         self.experts[adapter_name] = block.experts
-        for position in range(BLOCK, len(layers)):
+        for position in range(BLOCK, len(block.names)):
             statement = self.group.context.losses.statement(adapter_name, self._key_of(adapter_name, position), config)
             self.statements[adapter_name, position] = statement
         if block.norm and not self.reads_norm:
@@ -100,8 +101,21 @@ class LearnedBlockRouter(BlockRouter):
         if not routes_alone(self.configs[adapter_name]):
             return super().gate_all(adapter_name, positions, x)
         routers: list[Any] = [self.layers[adapter_name][p].monkeyjump_router[adapter_name] for p in positions]
-        logits = shared_logits(routers, x)
-        return [self._decide_learned(adapter_name, p, x, own) for p, own in zip(positions, logits, strict=True)]
+        decision = decide_together(routers, x)
+        if decision is None:
+            return super().gate_all(adapter_name, positions, x)
+        if self.layers[adapter_name][positions[0]].training:
+            columns = LearnedDecision(
+                decision.gates, decision.probabilities.flatten(-2), decision.chosen.flatten(-2), decision.per_token
+            )
+            mask = self._fitted_mask(x)
+            self._stage_balance(adapter_name, positions, columns, mask)
+            for position, chosen in zip(positions, decision.chosen.unbind(-2), strict=True):
+                self._count_tokens(adapter_name, [self.layers[adapter_name][position]], chosen, mask)
+        gates = decision.gates.unbind(-2)
+        for position, gate in zip(positions, gates, strict=True):
+            self._trace(adapter_name, position, gate)
+        return list(gates)
 
     def observes(self, adapter_name: str) -> bool:
         return self.configs[adapter_name].contrastive_weight > 0
@@ -127,9 +141,7 @@ class LearnedBlockRouter(BlockRouter):
         if self.group.staging and not self.recomputing:
             self.statements[adapter_name, position].stage_contrastive(loss)
 
-    def _decide_learned(
-        self, name: str, position: int, x: torch.Tensor, logits: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _decide_learned(self, name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """The gates for x by the router of a position, which for a whole block hangs on its first projection."""
         layer = self.layers[name][max(position, 0)]
         config, router = self.configs[name], layer.monkeyjump_router[name]
@@ -138,36 +150,43 @@ class LearnedBlockRouter(BlockRouter):
                 f"block {self.path!r} is entered by states of width {x.shape[-1]}, but the router of adapter {name!r} "
                 f"expects {router.width}: the block list does not carry the model's hidden state."
             )
-        decision: LearnedDecision = router(x, logits)
+        decision: LearnedDecision = router(x)
         if layer.training:
             mask = self._fitted_mask(x)
-            self._stage_balance(name, position, decision, mask)
-            self._count_tokens(name, [layer] if routes_alone(config) else self.layers[name], decision, mask)
+            self._stage_balance(name, [position], decision, mask)
+            self._count_tokens(name, [layer] if routes_alone(config) else self.layers[name], decision.chosen, mask)
         self._trace(name, position, decision.gates)
         return decision.gates
 
     @torch.no_grad()
     def _count_tokens(
-        self, name: str, layers: list[MonkeyJumpLayer], decision: LearnedDecision, mask: torch.Tensor | None
+        self, name: str, layers: list[MonkeyJumpLayer], chosen: torch.Tensor, mask: torch.Tensor | None
     ) -> None:
         """Tell AdaLoRA's experts how many of the real tokens they get."""
         if self.configs[name].score_per_token and self.group.staging and not self.recomputing:
-            used = decision.chosen.flatten(0, -2)
+            used = chosen.flatten(0, -2)
             real = torch.ones_like(used[:, :1]) if mask is None else mask.flatten().unsqueeze(-1)
             counts = torch.cat([used & real, real], dim=-1).sum(0)
             for layer in layers:
                 layer.monkeyjump_adapter[name].count_tokens(counts)  # type: ignore[operator]
 
-    def _stage_balance(self, name: str, position: int, decision: LearnedDecision, mask: torch.Tensor | None) -> None:
-        staging = self.group.staging and not self.recomputing
-        config = self.configs[name]
+    def _stage_balance(
+        self, name: str, positions: Sequence[int], decision: LearnedDecision, mask: torch.Tensor | None
+    ) -> None:
+        """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
+        staging, config = self.group.staging and not self.recomputing, self.configs[name]
+        statements, shape = [self.statements[name, position] for position in positions], (len(positions), -1)
         if config.aux_loss_weight > 0 and self._with_gradients(config):
             load, probability = load_and_probability(decision, mask)
             if staging:
-                self.statements[name, position].stage_balance(load, probability)
+                own = zip(statements, load.view(shape).unbind(), probability.view(shape).unbind(), strict=True)
+                for statement, f, p in own:
+                    statement.stage_balance(f, p)
         elif staging:
             with torch.no_grad():
-                self.statements[name, position].stage_load(load_and_probability(decision, mask)[0])
+                load = load_and_probability(decision, mask)[0]
+            for statement, f in zip(statements, load.view(shape).unbind(), strict=True):
+                statement.stage_load(f)
 
     def _with_gradients(self, config: MonkeyJumpConfig) -> bool:
         """Whether a loss on this pass can be trained; reentrant checkpointing hides the first pass from autograd."""

@@ -109,8 +109,12 @@ def _balance(statements: list[Statement], config: MonkeyJumpConfig) -> torch.Ten
     probabilities = [statement.probability for statement in statements if statement.probability is not None]
     if config.lb_reduce == "global":
         loads, probabilities = [_together(loads).mean(0)], [_together(probabilities).mean(0)]
-    k = config.top_k or loads[0].shape[-1]
-    losses = _together([balance_loss(load, p, k, config.lb_norm) for load, p in zip(loads, probabilities, strict=True)])
+    found = []
+    for experts in dict.fromkeys(load.shape[-1] for load in loads):  # all routers with as many experts at once
+        alike = [i for i, load in enumerate(loads) if load.shape[-1] == experts]
+        load, p = _together([loads[i] for i in alike]), _together([probabilities[i] for i in alike])
+        found.append(balance_loss(load, p, config.top_k or experts, config.lb_norm).to(loads[0].device))
+    losses = torch.cat(found)
     return losses.sum() if config.lb_reduce == "sum" else losses.mean()
 
 
