@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from monkeyjump.ops.dispatch import implementation
-from monkeyjump.routing.learned import LearnedDecision, balance_loss, load_and_probability
+from monkeyjump.routing.learned import LearnedDecision, balance_loss, decide_together, load_and_probability
 from monkeyjump.training.compile import compiled
 from monkeyjump.tuner.trace import staged_load
 from tests.helpers import COMPILING, assert_same, gradients, tiny_llama
@@ -65,8 +65,14 @@ def test_blocks_share_their_graphs(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["moelora", "moe_adalora"])
-def test_blocks_share_their_graphs_with_kernels(case: str) -> None:
-    """With q and v in one group, whose routers read x in one pass."""
+def test_blocks_share_their_graphs_with_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With q and v in one group, whose routers read x in one pass and decide together."""
+    together: list[LearnedDecision | None] = []
+
+    def spy(*args: Any) -> LearnedDecision | None:
+        together.append(decide_together(*args))
+        return together[-1]
+
     pytest.importorskip("triton")
     model, batch = model_of(case, contrastive_weight=0.0), batch_of(case)
     with implementation("triton"):
@@ -74,7 +80,12 @@ def test_blocks_share_their_graphs_with_kernels(case: str) -> None:
             step(model, batch_of(case, seed))  # who reads what is seen in a forward
         context = model.base_model.routing
         assert not context.sharing.waiting()
-        eager = step(model, batch)
+        with monkeypatch.context() as patch:
+            patch.setattr("monkeyjump.tuner.learned.decide_together", spy)
+            eager = step(model, batch)
+        assert [decision is not None for decision in together] == 3 * [True, False]  # q and v, then o
+        with implementation("torch"):
+            assert_same(eager, step(model, batch), rtol=1e-4, atol=1e-5)
         context.sharing.prepare()
         with compiled(model, "blocks", backend="aot_eager") as report:
             for _ in range(2):
