@@ -29,10 +29,10 @@ KERNELS = {
 }
 LOW_RANK = {"down", "up"}
 ROUTED = {"route_and_sum"}
-# what a training step of a method launches; a mixture of Propulsions is elementwise work with a gradient for its gates
+# what a training step of a method launches; a mixture of Propulsions is elementwise work beside its routers' logits
 EXPECTED: dict[str, set[str]] = {
     "propulsion": {"scale"},
-    "moe_propulsion": set(),
+    "moe_propulsion": {"down"},
     "mjpropulsion": {"scale"} | ROUTED,
     **dict.fromkeys(("mjlora", "mjlorafa", "mjadalora"), LOW_RANK | ROUTED),
 }

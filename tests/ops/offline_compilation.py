@@ -65,6 +65,16 @@ def low_rank_kernels(rank: int, projections: int) -> None:
     parts.total()
 
 
+def logits_kernels(dtype: torch.dtype, experts: int) -> None:
+    """The same kernels as learned routers use them."""
+    from monkeyjump.ops.kernels import lora
+
+    x, weights = torch.randn(64, 96).to(dtype), [torch.randn(experts, 96)] * 3
+    logits = lora.down(x, weights, None, precise=True)
+    lora.down_backward_alone(x, logits, weights, None, dtype, precise=True)
+    lora.down_backward_alone(x, logits, weights, None, None, precise=True)
+
+
 def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
     from monkeyjump.ops.kernels import route
     from monkeyjump.ops.settings import Routing
@@ -80,6 +90,9 @@ if __name__ == "__main__":
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
     low_rank_kernels(rank=2, projections=2)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        logits_kernels(dtype, experts=4)
+    logits_kernels(torch.bfloat16, experts=16)
     for width in (96, 1040):  # whole rows, and tiles
         routing_kernels(torch.bfloat16, experts=3, width=width)
         routing_kernels(torch.float32, experts=2, width=width)

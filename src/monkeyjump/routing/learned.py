@@ -8,6 +8,7 @@ Shapes: D width of the input, N experts, H hidden width; `...`: any leading shap
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
-from monkeyjump.ops.precision import at_least_fp32, precise_linear
+from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.ops.router_logits import router_linear, router_logits
 
 
 @dataclass
@@ -23,6 +25,7 @@ class LearnedDecision:
     gates: torch.Tensor  # [..., N], zero on experts that are not used
     probabilities: torch.Tensor  # [..., N], before anything was dropped
     chosen: torch.Tensor  # [..., N] bool
+    per_token: int | None = None  # experts that every token uses; None where that depends on the token
 
 
 class LearnedRouter(nn.Module):
@@ -58,13 +61,13 @@ class LearnedRouter(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, x: torch.Tensor) -> LearnedDecision:
-        config = self.config
-        noise = config.noise if self.training and config.jitter > 0 else None
+    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> LearnedDecision:
+        """The decision for x [..., D]; for `logits` that `decide_together` has made, if given."""
+        config, noise = self.config, self._noise()
         with torch.autocast(x.device.type, enabled=False):
             if noise == "input_mul":  # a copy: the experts get the input as it is
                 x = x * _around_one(x, config.jitter)
-            logits = self.logits(x)
+            logits = self.logits(x) if logits is None else logits
             if noise == "logit_mul":
                 logits = logits * _around_one(logits, config.jitter)
             elif noise == "gaussian":
@@ -73,29 +76,52 @@ class LearnedRouter(nn.Module):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.config.router_hidden == "swiglu":
-            gate = precise_linear(x, self.hidden_gate, self.hidden_gate_bias)
-            x = nn.functional.silu(gate) * precise_linear(x, self.hidden_up, self.hidden_up_bias)
-        return precise_linear(x, self.weight, self.bias)
+            gate = router_linear(x, self.hidden_gate, self.hidden_gate_bias)
+            x = nn.functional.silu(gate) * router_linear(x, self.hidden_up, self.hidden_up_bias)
+        return router_linear(x, self.weight, self.bias)
+
+    def one_product(self) -> bool:
+        """Whether W x is all that this router needs of the x that other routers see, too."""
+        config = self.config
+        plain = self.bias is None and config.router_hidden != "swiglu" and config.threshold is None
+        return plain and self._noise() is None
+
+    def _noise(self) -> str | None:
+        return self.config.noise if self.training and self.config.jitter > 0 else None
 
     def decide(self, x: torch.Tensor, logits: torch.Tensor) -> LearnedDecision:
         config = self.config
-        scaled = logits / config.temperature
+        scaled = logits if config.temperature == 1 else logits / config.temperature
         p = torch.sigmoid(scaled) if self.sigmoid else torch.softmax(scaled, dim=-1)
         chosen = ops.top_k_mask(logits, config.top_k)
         gates = p * chosen
         if config.threshold is not None:
-            bar = config.threshold * torch.sigmoid(precise_linear(x, self.threshold, self.threshold_bias))
+            bar = config.threshold * torch.sigmoid(router_linear(x, self.threshold, self.threshold_bias))
             chosen = chosen & (p >= bar)
             gates = above_threshold(p, bar, chosen, config.threshold_grad)
         if config.renormalize:
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(ops.EPS)
-        return LearnedDecision(gates, p, chosen)
+        per_token = min(config.top_k or self.experts, self.experts) if config.threshold is None else None
+        return LearnedDecision(gates, p, chosen, per_token)
 
     def _apply(self, fn, recurse=True):
         return super()._apply(at_least_fp32(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.config.router}, width={self.width}, experts={self.experts}"
+
+
+def decide_together(routers: Sequence[LearnedRouter], x: torch.Tensor) -> LearnedDecision | None:
+    """The decisions of M routers that read the same x, [..., M, N] each; None where every router has to decide alone.
+
+    Each step is then one kernel for all of them, forward and backward.
+    """
+    alike = len({router.weight.shape for router in routers}) == 1
+    if len(routers) == 1 or not alike or not all(router.one_product() for router in routers):
+        return None
+    with torch.autocast(x.device.type, enabled=False):
+        logits = router_logits(x, [router.weight for router in routers])
+    return routers[0](x, logits)  # which differs from the others in its weight alone
 
 
 def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gradient: str) -> torch.Tensor:
@@ -113,14 +139,19 @@ def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gr
 
 
 def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens."""
+    """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens.
+
+    [N] each, or [M * N] for a decision [..., M * N] of M routers, which must be known `per_token`.
+    """
     chosen = decision.chosen.detach().flatten(0, -2).float()
     p = decision.probabilities.flatten(0, -2)
-    if mask is None:
-        return chosen.sum(0) / chosen.sum().clamp_min(1), p.mean(0)
-    real = mask.flatten().unsqueeze(-1)
-    chosen = chosen * real
-    return chosen.sum(0) / chosen.sum().clamp_min(1), p.masked_fill(~real, 0.0).sum(0) / real.sum().clamp_min(1)
+    tokens: torch.Tensor | int = p.shape[0]
+    if mask is not None:
+        real = mask.flatten().unsqueeze(-1)
+        chosen, p, tokens = chosen * real, p.masked_fill(~real, 0.0), real.sum().clamp_min(1)
+    number = chosen.sum(0)
+    total = number.sum().clamp_min(1) if decision.per_token is None else decision.per_token * tokens
+    return number / total, p.sum(0) / tokens
 
 
 def balance_loss(load: torch.Tensor, probability: torch.Tensor, top_k: int, norm: str) -> torch.Tensor:

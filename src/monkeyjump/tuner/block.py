@@ -85,6 +85,10 @@ class BlockRouter:
         """The gate of the tokens of x, [..., 1]."""
         return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
 
+    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+        """The gates of projections that read the same x."""
+        return [self.gate(adapter_name, position, x) for position in positions]
+
     def observes(self, adapter_name: str) -> bool:
         """Whether `observe` wants to see the projections of this adapter."""
         return False

@@ -25,7 +25,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedDecision
 from monkeyjump.tuner.inputs import hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.learned import LearnedBlockRouter
+from monkeyjump.tuner.learned import BLOCK, LearnedBlockRouter
 from monkeyjump.tuner.placement import Block
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ class FeedForwardExperts(LearnedBlockRouter):
         decision: LearnedDecision = layer.monkeyjump_router[name](x)
         if layer.training:
             mask = self._fitted_mask(x)
-            self._stage_balance(name, config, self.key, decision, mask)
-            self._count_tokens(name, self.layers[name], decision, mask)
-        self._trace(name, self.key, decision.gates)
+            self._stage_balance(name, [BLOCK], decision, mask)
+            self._count_tokens(name, self.layers[name], decision.chosen, mask)
+        self._trace(name, BLOCK, decision.gates)
         return decision
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, D hidden width, E gates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +17,18 @@ from torch import nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
-from monkeyjump.routing.learned import LearnedDecision, load_and_probability
+from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
 from monkeyjump.routing.router import uniform_gates
 from monkeyjump.tuner.block import REMEMBERED, BlockRouter
 from monkeyjump.tuner.inputs import hidden_states, in_backward
 from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.losses import Statement
 from monkeyjump.tuner.placement import Block
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.group import BlockGroup
+
+BLOCK = -1  # stands for a position where a router serves all projections of its block
 
 
 class LearnedBlockRouter(BlockRouter):
@@ -38,14 +42,25 @@ class LearnedBlockRouter(BlockRouter):
         self.mask: torch.Tensor | None = None  # real tokens of the current pass, [B, T]
         self.masks: dict[int, torch.Tensor | None] = {}
         self.recomputing = False
+        self.statements: dict[tuple[str, int], Statement] = {}  # by adapter name and position: the same in all blocks
 
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
         super().add(adapter_name, config, block, layers)
         self.experts[adapter_name] = block.experts
+        for position in range(BLOCK, len(block.names)):
+            statement = self.group.context.losses.statement(adapter_name, self._key_of(adapter_name, position), config)
+            self.statements[adapter_name, position] = statement
         if block.norm and not self.reads_norm:
             self.reads_norm = True
             norm = self.module.get_submodule(block.norm.removeprefix(f"{self.path}."))
             self._handles.append(norm.register_forward_hook(self.after_norm))
+
+    def forget(self, adapter_name: str) -> None:
+        for name, position in list(self.statements):
+            if name == adapter_name:
+                self.group.context.losses.forget(name, self._key_of(name, position))
+                del self.statements[name, position]
+        super().forget(adapter_name)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Where the block is entered: what every pass needs to know, then the decision."""
@@ -63,25 +78,44 @@ class LearnedBlockRouter(BlockRouter):
             config = self.configs[name]
             if not config.learns_router:
                 self.gates[name] = uniform_gates(h, self.experts[name], config)
-                self._trace(name, self.key, self.gates[name].expand(*self.shape, -1))
+                self._trace(name, BLOCK, self.gates[name].expand(*self.shape, -1))
             elif not routes_alone(config) and config.router_input == "block":
-                self.gates[name] = self._decide_learned(name, self.key, self.layers[name][0], h)
+                self.gates[name] = self._decide_learned(name, BLOCK, h)
 
     def after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         """The gates of routers that read the block's input after its first norm."""
         for name in self.active():
             if self.configs[name].router_input == "norm":
-                self.gates[name] = self._decide_learned(name, self.key, self.layers[name][0], output)
+                self.gates[name] = self._decide_learned(name, BLOCK, output)
 
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """The gate of the tokens of x: [..., 1] where the projection is one expert, [..., N] where it holds N."""
         config = self.configs[adapter_name]
         if routes_alone(config):
-            layer = self.layers[adapter_name][position]
-            return self._decide_learned(adapter_name, self._key_of(adapter_name, position), layer, x)
+            return self._decide_learned(adapter_name, position, x)
         if config.placement == "block":
             return super().gate(adapter_name, position, x)
         return self._fitted(self._gates_of(adapter_name), x, adapter_name, position)
+
+    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+        if not routes_alone(self.configs[adapter_name]):
+            return super().gate_all(adapter_name, positions, x)
+        routers: list[Any] = [self.layers[adapter_name][p].monkeyjump_router[adapter_name] for p in positions]
+        decision = decide_together(routers, x)
+        if decision is None:
+            return super().gate_all(adapter_name, positions, x)
+        if self.layers[adapter_name][positions[0]].training:
+            columns = LearnedDecision(
+                decision.gates, decision.probabilities.flatten(-2), decision.chosen.flatten(-2), decision.per_token
+            )
+            mask = self._fitted_mask(x)
+            self._stage_balance(adapter_name, positions, columns, mask)
+            for position, chosen in zip(positions, decision.chosen.unbind(-2), strict=True):
+                self._count_tokens(adapter_name, [self.layers[adapter_name][position]], chosen, mask)
+        gates = decision.gates.unbind(-2)
+        for position, gate in zip(positions, gates, strict=True):
+            self._trace(adapter_name, position, gate)
+        return list(gates)
 
     def observes(self, adapter_name: str) -> bool:
         return self.configs[adapter_name].contrastive_weight > 0
@@ -105,10 +139,11 @@ class LearnedBlockRouter(BlockRouter):
             x, base, used = x[picked], base[picked], used[picked]
         loss = contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
         if self.group.staging and not self.recomputing:
-            losses = self.group.context.losses
-            losses.stage_contrastive(adapter_name, config, self._key_of(adapter_name, position), loss)
+            self.statements[adapter_name, position].stage_contrastive(loss)
 
-    def _decide_learned(self, name: str, key: str, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor:
+    def _decide_learned(self, name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+        """The gates for x by the router of a position, which for a whole block hangs on its first projection."""
+        layer = self.layers[name][max(position, 0)]
         config, router = self.configs[name], layer.monkeyjump_router[name]
         if x.shape[-1] != router.width:
             raise ConfigError(
@@ -118,35 +153,40 @@ class LearnedBlockRouter(BlockRouter):
         decision: LearnedDecision = router(x)
         if layer.training:
             mask = self._fitted_mask(x)
-            self._stage_balance(name, config, key, decision, mask)
-            self._count_tokens(name, [layer] if routes_alone(config) else self.layers[name], decision, mask)
-        self._trace(name, key, decision.gates)
+            self._stage_balance(name, [position], decision, mask)
+            self._count_tokens(name, [layer] if routes_alone(config) else self.layers[name], decision.chosen, mask)
+        self._trace(name, position, decision.gates)
         return decision.gates
 
     @torch.no_grad()
     def _count_tokens(
-        self, name: str, layers: list[MonkeyJumpLayer], decision: LearnedDecision, mask: torch.Tensor | None
+        self, name: str, layers: list[MonkeyJumpLayer], chosen: torch.Tensor, mask: torch.Tensor | None
     ) -> None:
         """Tell AdaLoRA's experts how many of the real tokens they get."""
         if self.configs[name].score_per_token and self.group.staging and not self.recomputing:
-            used = decision.chosen.flatten(0, -2)
+            used = chosen.flatten(0, -2)
             real = torch.ones_like(used[:, :1]) if mask is None else mask.flatten().unsqueeze(-1)
             counts = torch.cat([used & real, real], dim=-1).sum(0)
             for layer in layers:
                 layer.monkeyjump_adapter[name].count_tokens(counts)  # type: ignore[operator]
 
     def _stage_balance(
-        self, name: str, config: MonkeyJumpConfig, key: str, decision: LearnedDecision, mask: torch.Tensor | None
+        self, name: str, positions: Sequence[int], decision: LearnedDecision, mask: torch.Tensor | None
     ) -> None:
-        staging = self.group.staging and not self.recomputing
-        losses = self.group.context.losses
+        """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
+        staging, config = self.group.staging and not self.recomputing, self.configs[name]
+        statements, shape = [self.statements[name, position] for position in positions], (len(positions), -1)
         if config.aux_loss_weight > 0 and self._with_gradients(config):
             load, probability = load_and_probability(decision, mask)
             if staging:
-                losses.stage_balance(name, config, key, load, probability)
+                own = zip(statements, load.view(shape).unbind(), probability.view(shape).unbind(), strict=True)
+                for statement, f, p in own:
+                    statement.stage_balance(f, p)
         elif staging:
             with torch.no_grad():
-                losses.stage_load(name, key, load_and_probability(decision, mask)[0])
+                load = load_and_probability(decision, mask)[0]
+            for statement, f in zip(statements, load.view(shape).unbind(), strict=True):
+                statement.stage_load(f)
 
     def _with_gradients(self, config: MonkeyJumpConfig) -> bool:
         """Whether a loss on this pass can be trained; reentrant checkpointing hides the first pass from autograd."""
@@ -185,15 +225,16 @@ class LearnedBlockRouter(BlockRouter):
             )
         return self.mask.reshape(x.shape[:-1])
 
-    def _trace(self, name: str, key: str, gates: torch.Tensor) -> None:
+    def _trace(self, name: str, position: int, gates: torch.Tensor) -> None:
         trace = self.group.context.trace
         if trace is not None and not self.recomputing:
             own = self.configs[name].placement == "block"
             names = self.names[name] if own else tuple(f"expert {n}" for n in range(gates.shape[-1]))
-            trace.record(key, name, names, gates.reshape(*self.shape, -1), self.mask)
+            trace.record(self._key_of(name, position), name, names, gates.reshape(*self.shape, -1), self.mask)
 
     def _key_of(self, name: str, position: int) -> str:
-        return f"{self.key}.{self.names[name][position]}"
+        """How a user names the router. Not for code that is traced: it differs between blocks."""
+        return self.key if position == BLOCK else f"{self.key}.{self.names[name][position]}"
 
 
 def routes_alone(config: MonkeyJumpConfig) -> bool:

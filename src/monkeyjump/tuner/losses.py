@@ -14,35 +14,70 @@ Key = tuple[str, str]  # adapter name, key of the router
 
 
 @dataclass
+class Statement:
+    """What one router has to say about the current training forward. Overwritten, never appended to.
+
+    A router writes to its own, never to a table of all routers: code that is traced for one block must hold for all.
+    """
+
+    config: MonkeyJumpConfig
+    load: torch.Tensor | None = None  # share of the assignments, [N]; kept for logging
+    probability: torch.Tensor | None = None  # mean probability of each expert, [N]
+    contrastive: torch.Tensor | None = None
+
+    def stage_load(self, load: torch.Tensor) -> None:
+        self.load = load.detach()
+
+    def stage_balance(self, load: torch.Tensor, probability: torch.Tensor) -> None:
+        self.stage_load(load)
+        self.probability = probability
+
+    def stage_contrastive(self, loss: torch.Tensor) -> None:
+        self.contrastive = loss
+
+
+@dataclass
 class RouterLosses:
-    """What the routers of the current training forward have to say. Overwritten per router, never appended to.
+    """The statements of all routers, in the order of the blocks, and the loss that they add up to.
 
     A recomputation under gradient checkpointing runs the same operations (their tensors are what it is for) but stages
     nothing. Taking the losses drops every reference to the graph.
     """
 
-    probabilities: dict[Key, torch.Tensor] = field(default_factory=dict)  # mean probability of each expert, [N]
-    loads: dict[Key, torch.Tensor] = field(default_factory=dict)  # share of the assignments, [N]; kept for logging
-    contrastive: dict[Key, torch.Tensor] = field(default_factory=dict)
-    configs: dict[str, MonkeyJumpConfig] = field(default_factory=dict)
+    statements: dict[Key, Statement] = field(default_factory=dict)
     last: dict[str, torch.Tensor] = field(default_factory=dict)  # unweighted, detached: "balance", "contrastive"
 
-    def stage_load(self, adapter: str, router: str, load: torch.Tensor) -> None:
-        self.loads[adapter, router] = load.detach()
+    def statement(self, adapter: str, router: str, config: MonkeyJumpConfig) -> Statement:
+        """What a router is to write to, in the place of what it may have had."""
+        self.statements[adapter, router] = Statement(config)
+        return self.statements[adapter, router]
 
-    def stage_balance(
-        self, adapter: str, config: MonkeyJumpConfig, router: str, load: torch.Tensor, probability: torch.Tensor
-    ) -> None:
-        self.configs[adapter] = config
-        self.stage_load(adapter, router, load)
-        self.probabilities[adapter, router] = probability
+    def forget(self, adapter: str, router: str) -> None:
+        self.statements.pop((adapter, router), None)
 
-    def stage_contrastive(self, adapter: str, config: MonkeyJumpConfig, router: str, loss: torch.Tensor) -> None:
-        self.configs[adapter] = config
-        self.contrastive[adapter, router] = loss
+    @property
+    def loads(self) -> dict[Key, torch.Tensor]:
+        return {key: statement.load for key, statement in self.statements.items() if statement.load is not None}
+
+    @property
+    def probabilities(self) -> dict[Key, torch.Tensor]:
+        return {
+            key: statement.probability
+            for key, statement in self.statements.items()
+            if statement.probability is not None
+        }
+
+    @property
+    def contrastive(self) -> dict[Key, torch.Tensor]:
+        return {
+            key: statement.contrastive
+            for key, statement in self.statements.items()
+            if statement.contrastive is not None
+        }
 
     def clear(self) -> None:
-        self.probabilities, self.loads, self.contrastive, self.configs = {}, {}, {}, {}
+        for statement in self.statements.values():
+            statement.load = statement.probability = statement.contrastive = None
 
     def take(self) -> torch.Tensor | None:
         """The weighted sum of all that was staged, or None; afterwards only the loads are left, for logging."""
@@ -51,27 +86,36 @@ class RouterLosses:
             self.last[name] = loss.detach()
             term = weight * loss
             total = term if total is None else total + term.to(total.device)
-        self.probabilities, self.contrastive, self.configs = {}, {}, {}
+        for statement in self.statements.values():
+            statement.probability = statement.contrastive = None
         return total
 
     def _terms(self) -> Iterator[tuple[str, float, torch.Tensor]]:
-        for adapter, config in self.configs.items():
-            balanced = [key for key in self.probabilities if key[0] == adapter]
+        by_adapter: dict[str, list[Statement]] = {}
+        for (adapter, _), statement in self.statements.items():
+            by_adapter.setdefault(adapter, []).append(statement)
+        for statements in by_adapter.values():
+            config = statements[0].config
+            balanced = [statement for statement in statements if statement.probability is not None]
             if balanced and config.aux_loss_weight:
-                yield "balance", config.aux_loss_weight, self._balance(balanced, config)
-            contrastive = [loss for key, loss in self.contrastive.items() if key[0] == adapter]
+                yield "balance", config.aux_loss_weight, _balance(balanced, config)
+            contrastive = [statement.contrastive for statement in statements if statement.contrastive is not None]
             if contrastive and config.contrastive_weight:
                 yield "contrastive", config.contrastive_weight, _together(contrastive).mean()
 
-    def _balance(self, keys: list[Key], config: MonkeyJumpConfig) -> torch.Tensor:
-        loads, probabilities = [self.loads[key] for key in keys], [self.probabilities[key] for key in keys]
-        if config.lb_reduce == "global":
-            loads, probabilities = [_together(loads).mean(0)], [_together(probabilities).mean(0)]
-        k = config.top_k or loads[0].shape[-1]
-        losses = _together(
-            [balance_loss(load, p, k, config.lb_norm) for load, p in zip(loads, probabilities, strict=True)]
-        )
-        return losses.sum() if config.lb_reduce == "sum" else losses.mean()
+
+def _balance(statements: list[Statement], config: MonkeyJumpConfig) -> torch.Tensor:
+    loads = [statement.load for statement in statements if statement.load is not None]
+    probabilities = [statement.probability for statement in statements if statement.probability is not None]
+    if config.lb_reduce == "global":
+        loads, probabilities = [_together(loads).mean(0)], [_together(probabilities).mean(0)]
+    found = []
+    for experts in dict.fromkeys(load.shape[-1] for load in loads):  # all routers with as many experts at once
+        alike = [i for i, load in enumerate(loads) if load.shape[-1] == experts]
+        load, p = _together([loads[i] for i in alike]), _together([probabilities[i] for i in alike])
+        found.append(balance_loss(load, p, config.top_k or experts, config.lb_norm).to(loads[0].device))
+    losses = torch.cat(found)
+    return losses.sum() if config.lb_reduce == "sum" else losses.mean()
 
 
 def _together(tensors: list[torch.Tensor]) -> torch.Tensor:

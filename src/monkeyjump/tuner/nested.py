@@ -159,7 +159,7 @@ class NestedRouter(LearnedBlockRouter):
         logits = selector.task_logits(self._row_state(name, x))
         loss = F.cross_entropy(logits, task_ids.squeeze(1).to(logits.device))
         if self.group.staging and not self.recomputing:
-            self.group.context.losses.stage_contrastive(name, config, self._key_of(name, position), loss)
+            self.statements[name, position].stage_contrastive(loss)
 
     def _say_so(self, name: str) -> None:
         if name not in self.group.told and not torch.compiler.is_compiling():

@@ -102,7 +102,9 @@ class SharedInput:
         from monkeyjump.ops.grouped import Projection, grouped_lora
 
         name, members = self.family.adapter_name, self.members
-        gates = [member._gate(name, x) for member in members]
+        routing = members[0].routers.get(name)  # of the whole group, or none
+        places = [member.routers[name][1] for member in members] if routing else []
+        gates: list[Any] = routing[0].gate_all(name, places, x) if routing else [None] * len(members)
         shapes = {None if gate is None else gate.shape for gate in gates}
         if len(shapes) > 1 or not fits_tokens(gates[0], x):
             return None

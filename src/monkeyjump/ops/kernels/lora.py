@@ -21,20 +21,9 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.tiles import INTERPRETED, TILES, padded, row_blocks
+from monkeyjump.ops.kernels.products import fp32_product, precise_product, product
+from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
 from monkeyjump.ops.settings import Dropout, Strengths
-
-WIDE = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there, operands are widened after rounding
-
-
-@triton.jit
-def product(a, b):
-    """a b, accumulated in fp32."""
-    if WIDE:
-        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        result = tl.dot(a, b, input_precision="ieee")
-    return result
 
 
 @triton.jit
@@ -87,7 +76,8 @@ def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every
 
 @triton.jit
 def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
-                R: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+                R: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+                PRECISE: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     ranks = tl.arange(0, MP)
     number: tl.constexpr = R * len(As)
@@ -99,7 +89,10 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
         if seed is not None:
             tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
         a = stacked_rows(As, ranks, cols, D, R)
-        acc += product(tile, a.to(tile.dtype))
+        if PRECISE:
+            acc += precise_product(tile, a, tile.dtype == tl.bfloat16)
+        else:
+            acc += product(tile, a.to(tile.dtype))
     mask = (rows < N)[:, None] & (ranks < number)[None, :]
     tl.store(z + rows[:, None] * number + ranks[None, :], acc * keep_scale, mask=mask)
 
@@ -162,7 +155,7 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offs
 @triton.jit
 def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D, W, offset,
                          R: tl.constexpr, MP: tl.constexpr, ADD: tl.constexpr,
-                         BN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+                         BN: tl.constexpr, BD: tl.constexpr, PRECISE: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     rows = block * BN + tl.arange(0, BN)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -176,12 +169,18 @@ def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D
         tile = tl.load(x + where, mask=inside, other=0.0)
         if seed is not None:
             tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
-        part = product(tl.trans(dz_tile.to(tile.dtype)), tile)  # [MP, BD]
+        if PRECISE:
+            part = tl.trans(precise_product(tl.trans(tile), dz_tile, tile.dtype == tl.bfloat16))  # [MP, BD]
+        else:
+            part = product(tl.trans(dz_tile.to(tile.dtype)), tile)
         mask = (ranks < number)[:, None] & (cols < D)[None, :]
         tl.store(parts + block.to(tl.int64) * W + offset + ranks[:, None] * D + cols[None, :], part, mask=mask)
     if dx is not None:
         a = stacked(As, ranks[:, None], cols[None, :], D, 1, (cols < D)[None, :], R)
-        back = product(dz_tile.to(dx.dtype.element_ty), a.to(dx.dtype.element_ty))
+        if PRECISE:
+            back = fp32_product(dz_tile, a, dx.dtype.element_ty == tl.bfloat16)
+        else:
+            back = product(dz_tile.to(dx.dtype.element_ty), a.to(dx.dtype.element_ty))
         if seed is not None:
             back = dropped(back, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
         if ADD:
@@ -206,15 +205,15 @@ _down, _up, _up_backward, _down_backward, _add_parts = map(
 )
 
 
-def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
-    """x [N, D], M of [R, D] -> z [N, M * R], fp32."""
+def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, precise: bool = False) -> torch.Tensor:
+    """x [N, D], M of [R, D] -> z [N, M * R], fp32. A is rounded to the dtype of x, unless `precise`."""
     N, D = x.shape
     R = As[0].shape[0]
     z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
     tile, columns = TILES["down"], padded(len(As) * R)
     _down((row_blocks(N, tile.rows), 1),
         x, tuple(As), z, *_mask(dropout), N, D, R, columns, tile.rows,
-        tile.width(D, columns if columns == 16 else len(As) * columns),
+        tile.width(D, columns if columns == 16 else len(As) * columns), precise,
         warps=tile.warps, stages=tile.stages if columns <= 128 else 2,
     )  # fmt: skip
     return z
@@ -300,10 +299,11 @@ def down_backward(
     parts: Parts,
     offset: int,
     add: bool,
+    precise: bool = False,
 ) -> None:
     """From dz [N, M * R] fp32: dz A into dx [N, D] (added to it if asked), dA [M * R, D] into the parts at `offset`.
 
-    Without dx, or without x, that part is left out.
+    Without dx, or without x, that part is left out. dz and A are rounded to the dtype of x, unless `precise`.
     """
     N, D = dz.shape[0], As[0].shape[1]
     R = As[0].shape[0]
@@ -312,7 +312,7 @@ def down_backward(
     width = tile.width(D, columns)
     _down_backward((parts.tensor.shape[0], row_blocks(D, width)),
         x, dz, tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
-        parts.tensor.shape[1], offset, R, columns, add, parts.rows, width, warps=tile.warps,
+        parts.tensor.shape[1], offset, R, columns, add, parts.rows, width, precise, warps=tile.warps,
     )  # fmt: skip
 
 
@@ -345,11 +345,12 @@ def down_backward_alone(
     As: Sequence[torch.Tensor],
     dropout: Dropout | None,
     dx_dtype: torch.dtype | None,
+    precise: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx [N, D], None without a dtype; dA [M * R, D], None without x)."""
     N, (R, D) = dz.shape[0], As[0].shape
     rows = len(As) * R
     dx = None if dx_dtype is None else torch.empty(N, D, device=dz.device, dtype=dx_dtype)
     parts = Parts.of(N, 0 if x is None else rows * D, dz.device)
-    down_backward(x, dz, As, dropout, dx, parts, 0, add=False)
+    down_backward(x, dz, As, dropout, dx, parts, 0, add=False, precise=precise)
     return dx, None if x is None else parts.total().view(rows, D)

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora import MANY, product, stacked_rows
+from monkeyjump.ops.kernels.lora import MANY, stacked_rows
+from monkeyjump.ops.kernels.products import precise_product
 from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 from monkeyjump.ops.settings import Routing
 
@@ -34,24 +35,6 @@ def below(logits, columns, K: tl.constexpr, EP: tl.constexpr):
     earlier = columns[None, None, :] < columns[None, :, None]
     beaten_by = (other > mine) | ((other == mine) & earlier)
     return tl.sum(beaten_by.to(tl.int32), 2) < K
-
-
-@triton.jit
-def halves(value, dtype: tl.constexpr):
-    """fp32 as two numbers of a narrower type, the second the error of the first: 16 bits of mantissa in bf16."""
-    high = value.to(dtype)
-    return high, (value - high.to(tl.float32)).to(dtype)
-
-
-@triton.jit
-def precise_product(a, b, NARROW: tl.constexpr):
-    """a b for b fp32. bf16, which has the range of fp32, multiplies both halves of b; other types are widened."""
-    if NARROW:
-        high, low = halves(b, a.dtype)
-        result = product(a, high) + product(a, low)
-    else:
-        result = product(a.to(tl.float32), b)
-    return result
 
 
 @triton.jit
