@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 from torch._library.custom_ops import CustomOpDef
 
+from monkeyjump.ops.settings import GateColumns
 from tests.helpers import COMPILING
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
 
@@ -54,12 +55,15 @@ def group(gates: int = 0, diagonal: bool = False) -> tuple[Any, ...]:
         *(two_a(), [leaf(out, columns, seed=8 + m) for m, out in enumerate(OUTS)]),
         [uniform(N, gates, seed=10 + m).requires_grad_() for m in range(2)] if gates else [],
         [leaf(columns, seed=12 + m) for m in range(2)] if diagonal else [],
-        *(seed(), 0.3, 0.7, 1, True, gates > 0),
+        *(seed(), 0.3, 0.7, [1, max(gates, 1), 0, 0], True, gates > 0),
     )
 
 
 def detached(values: tuple[Any, ...]) -> list[Any]:
-    plain = [[one.detach() for one in value] if isinstance(value, list) else value for value in values]
+    plain = [
+        [one.detach() if isinstance(one, torch.Tensor) else one for one in value] if isinstance(value, list) else value
+        for value in values
+    ]
     return [value.detach() if isinstance(value, torch.Tensor) else value for value in plain]
 
 
@@ -73,7 +77,7 @@ def centers() -> list[torch.Tensor]:
 
 def _backward_arguments(with_x: bool) -> tuple[Any, ...]:
     dys, (tokens, weight, _, As, Bs, *_) = group_gradients()
-    return dys, tokens if with_x else None, normal(N, 2 * R), weight, As, Bs, [], seed(), 0.3, 0.7, 1, True
+    return dys, tokens if with_x else None, normal(N, 2 * R), weight, As, Bs, [], seed(), 0.3, 0.7, [1, 1, 0, 0], True
 
 
 def staged() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -113,7 +117,7 @@ OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
     "grouped_backward, frozen A": (custom_group.grouped_backward, lambda: _backward_arguments(with_x=False)),
     "grouped_up_backward": (
         custom_group.grouped_up_backward,
-        lambda: (group_gradients()[0], normal(N, 2 * R), group_gradients()[1][4], [], [], 0.7, 1),
+        lambda: (group_gradients()[0], normal(N, 2 * R), group_gradients()[1][4], [], [], 0.7, [1, 1, 0, 0]),
     ),
     "grouped_down_backward": (
         custom_group.grouped_down_backward,
@@ -235,29 +239,36 @@ def test_compiled_inference_equals_eager(rank: int, dropout: float) -> None:
         assert error(compiled(**given, how=how), expected) < 2e-6
 
 
-@pytest.mark.parametrize("kind", ["simple", "gated", "diagonal", "frozen A", "experts on one A"])
+KINDS = ["simple", "gated", "diagonal", "frozen A", "experts on one A", "columns", "some columns"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_group_equals_eager(kind: str) -> None:
     """Several projections with one weight: outputs and every gradient; in eager mode their weights are apart."""
-    gates = {"gated": 2, "experts on one A": 3}.get(kind, 1)
+    number = {"gated": 2, "experts on one A": 3}.get(kind, 1)
     columns = 6 if kind == "experts on one A" else R
     given = {"x": normal(B, T, D, seed=1)}
     for m, out in enumerate(OUTS):
         given |= {f"A{m}": normal(R, D, seed=3 + m), f"B{m}": normal(out, columns, seed=5 + m)}
         given |= {f"diagonal{m}": normal(columns, seed=9 + m)} if kind == "diagonal" else {}
-        given |= {f"gate{m}": uniform(B, T, gates, seed=7 + m)} if kind in ("gated", "experts on one A") else {}
+        given |= {f"gate{m}": uniform(B, T, number, seed=7 + m)} if kind in ("gated", "experts on one A") else {}
+    if "columns" in kind:  # of one tensor, all of it or not
+        given |= {"wide": uniform(B, T, 2 if kind == "columns" else 4, seed=7)}
     weight, bias = normal(sum(OUTS), D, seed=11), normal(sum(OUTS), seed=12)
 
     def function(x: torch.Tensor, **leaves: torch.Tensor) -> torch.Tensor:
         parts = zip(weight.split(OUTS), bias.split(OUTS), range(2), strict=True)
+        columns = GateColumns(leaves["wide"], (0, 1) if kind == "columns" else (3, 1), 1) if "wide" in leaves else None
+        gates = columns.apart() if columns else [leaves.get(f"gate{m}") for m in range(2)]
         projections = [
             grouped.Projection(
                 *(w, b, leaves[f"A{m}"].detach() if kind == "frozen A" else leaves[f"A{m}"], leaves[f"B{m}"]),
-                *(leaves.get(f"gate{m}"), leaves.get(f"diagonal{m}")),
+                *(gates[m], leaves.get(f"diagonal{m}")),
             )
             for w, b, m in parts
         ]
         together = grouped.Frozen([weight], [bias]) if torch.compiler.is_compiling() else None
-        ys = torch.cat(grouped.grouped_lora(x, projections, 0.7, 0.0, None, together), -1)
+        ys = torch.cat(grouped.grouped_lora(x, projections, 0.7, 0.0, None, together, columns), -1)
         return ys + sum(0.01 * leaves[f"A{m}"].sum() for m in range(2)) if kind == "frozen A" else ys
 
     compare(function, given, 2e-6)

@@ -26,7 +26,7 @@ def triton() -> Iterator[None]:
         yield
 
 
-def bases(model: Any) -> dict[str, nn.Linear]:
+def bases(model: Any) -> dict[str, Any]:
     return {path.rpartition(".")[2]: layer.base_layer for path, layer in layers_of(model).items()}
 
 

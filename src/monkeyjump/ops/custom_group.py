@@ -19,14 +19,35 @@ from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.settings import Strengths, rank_gradients
 
 Tensor = torch.Tensor
+# the compiler need not copy an input to give it the layout it was traced with: the ops make rows dense themselves
+ANY_LAYOUT = torch.Tag.flexible_layout
 
 
-def _strengths(scale: float, gates: list[Tensor], diagonals: list[Tensor], every: int, M: int) -> Strengths:
-    none = (None,) * M
-    return Strengths(scale, tuple(gates) or none, tuple(diagonals) or none, every)
+# every, G and the first column of each projection: the gates are its columns of the one tensor, or of its own
+Places = list[int]
 
 
-@torch.library.custom_op("monkeyjump::grouped", mutates_args=())
+def _strengths(scale: float, gates: list[Tensor], diagonals: list[Tensor], places: Places) -> Strengths:
+    every, number, *starts = places
+    none = (None,) * len(starts)
+    found = [gates[m if len(gates) > 1 else 0][:, start : start + number] for m, start in enumerate(starts) if gates]
+    return Strengths(scale, tuple(found) or none, tuple(diagonals) or none, every)
+
+
+def _spread(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]:
+    """The gradients of the projections' columns as gradients of the tensors they are columns of."""
+    if len(gates) > 1:
+        return dgates
+    _, number, *starts = places
+    if starts == [number * m for m in range(len(starts))] and number * len(starts) == gates[0].shape[1]:
+        return [torch.cat(dgates, 1)]
+    wide = torch.zeros_like(gates[0])
+    for start, dgate in zip(starts, dgates, strict=True):
+        wide[:, start : start + number] += dgate
+    return [wide]
+
+
+@torch.library.custom_op("monkeyjump::grouped", mutates_args=(), tags=(ANY_LAYOUT,))
 def grouped(
     x: Tensor,
     weight: Tensor,
@@ -38,24 +59,24 @@ def grouped(
     seed: Tensor | None,
     p: float,
     scale: float,
-    every: int,
+    places: Places,
     trained: bool,
     gated: bool,
 ) -> list[Tensor]:
     """M of y [N, O], then z [N, M * R]; `trained`: A has a gradient; `gated`: the gates have one."""
-    strengths = _strengths(scale, gates, diagonals, every, len(As))
+    strengths = _strengths(scale, gates, diagonals, places)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
-    ys, z = outputs(x, Frozen([weight], [bias]), As, Bs, strengths, mask(seed, p))
+    ys, z = outputs(x.contiguous(), Frozen([weight], [bias]), As, Bs, strengths, mask(seed, p))
     return [*ys, z]
 
 
 @grouped.register_fake
-def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, every, trained, gated):
+def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, places, trained, gated):
     z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
     return [*(x.new_empty(x.shape[0], B.shape[0]) for B in Bs), z]
 
 
-@torch.library.custom_op("monkeyjump::grouped_backward", mutates_args=())
+@torch.library.custom_op("monkeyjump::grouped_backward", mutates_args=(), tags=(ANY_LAYOUT,))
 def grouped_backward(
     dys: list[Tensor],
     x: Tensor | None,
@@ -67,28 +88,28 @@ def grouped_backward(
     seed: Tensor | None,
     p: float,
     scale: float,
-    every: int,
+    places: Places,
     with_dx: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D]; all dB, and with x all dA, one after the other). Without `with_dx` dx is empty."""
-    dys = [dy.contiguous() for dy in dys]
+    dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
     dx = through_weights(dys, [weight], [dy.shape[1] for dy in dys]) if with_dx else z.new_empty(0)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
     ups = sum(B.numel() for B in Bs)
     parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
-    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, [], every, len(As)), True, parts)
+    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, [], places), True, parts)
     if with_dx or x is not None:
         kernels.down_backward(x, dz, As, mask(seed, p), dx if with_dx else None, parts, ups, add=True)
     return dx, parts.total()
 
 
 @grouped_backward.register_fake
-def _(dys, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx):
+def _(dys, x, z, weight, As, Bs, gates, seed, p, scale, places, with_dx):
     sums = sum(B.numel() for B in Bs) + (0 if x is None else sum(A.numel() for A in As))
     return _new_dx(dys, z, weight, with_dx), z.new_empty(sums)
 
 
-@torch.library.custom_op("monkeyjump::grouped_up_backward", mutates_args=())
+@torch.library.custom_op("monkeyjump::grouped_up_backward", mutates_args=(), tags=(ANY_LAYOUT,))
 def grouped_up_backward(
     dys: list[Tensor],
     z: Tensor,
@@ -96,22 +117,22 @@ def grouped_up_backward(
     gates: list[Tensor],
     diagonals: list[Tensor],
     scale: float,
-    every: int,
+    places: Places,
 ) -> tuple[Tensor, Tensor]:
     """(t = dy B [N, M * C]; all dB, one after the other)."""
     Bs = [B.contiguous() for B in Bs]
     parts = Parts.of(z.shape[0], sum(B.numel() for B in Bs), z.device)
     dys = [dy.contiguous() for dy in dys]
-    t = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, every, len(Bs)), False, parts)
+    t = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), False, parts)
     return t, parts.total()
 
 
 @grouped_up_backward.register_fake
-def _(dys, z, Bs, gates, diagonals, scale, every):
+def _(dys, z, Bs, gates, diagonals, scale, places):
     return z.new_empty(z.shape[0], len(Bs) * Bs[0].shape[1]), z.new_empty(sum(B.numel() for B in Bs))
 
 
-@torch.library.custom_op("monkeyjump::grouped_down_backward", mutates_args=())
+@torch.library.custom_op("monkeyjump::grouped_down_backward", mutates_args=(), tags=(ANY_LAYOUT,))
 def grouped_down_backward(
     dys: list[Tensor],
     x: Tensor | None,
@@ -123,7 +144,7 @@ def grouped_down_backward(
     with_dx: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; with x all dA, one after the other)."""
-    dys = [dy.contiguous() for dy in dys]
+    dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
     dx = through_weights(dys, [weight], [dy.shape[1] for dy in dys]) if with_dx else dz.new_empty(0)
     As = [A.contiguous() for A in As]
     parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
@@ -144,10 +165,10 @@ def _new_dx(dys: list[Tensor], z: Tensor, weight: Tensor, with_dx: bool) -> Tens
 
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weight, _, As, Bs, gates, diagonals, seed, p, scale, every, trained, gated = inputs
+    x, weight, _, As, Bs, gates, diagonals, seed, p, scale, places, trained, gated = inputs
     ctx.save_for_backward(x if trained else None, weight, output[-1], seed, *As, *Bs, *gates, *diagonals)
     ctx.numbers = len(As), len(gates), len(diagonals)
-    ctx.settings = p, scale, every, gated
+    ctx.settings = p, scale, places, gated
 
 
 def _gradients(ctx: Any, grads: list[Tensor]) -> Any:
@@ -155,19 +176,20 @@ def _gradients(ctx: Any, grads: list[Tensor]) -> Any:
     x, weight, z, seed, *rest = ctx.saved_tensors
     M, G, L = ctx.numbers
     As, Bs, gates, diagonals = rest[:M], rest[M : 2 * M], rest[2 * M : 2 * M + G], rest[2 * M + G :]
-    p, scale, every, gated = ctx.settings
+    p, scale, places, gated = ctx.settings
     with_dx = ctx.needs_input_grad[0]
-    dgates: list[Tensor | None] = [None] * G
+    dgates: list[Any] = [None] * G
     ddiagonals: list[Tensor | None] = [None] * L
     if not L and not gated and Bs[0].shape[1] == As[0].shape[0]:
-        dx, sums = grouped_backward(dys, x, z, weight, As, Bs, gates, seed, p, scale, every, with_dx)
+        dx, sums = grouped_backward(dys, x, z, weight, As, Bs, gates, seed, p, scale, places, with_dx)
         ups = sum(B.numel() for B in Bs)
         dBs, dAs = sums[:ups], sums[ups:]
     else:
-        t, dBs = grouped_up_backward(dys, z, Bs, gates, diagonals, scale, every)
-        strengths = _strengths(scale, gates, diagonals, every, M)
+        t, dBs = grouped_up_backward(dys, z, Bs, gates, diagonals, scale, places)
+        strengths = _strengths(scale, gates, diagonals, places)
         dz, found_gates, found_diagonals = rank_gradients(t, z, strengths, gated)
-        dgates, ddiagonals = found_gates[:G], found_diagonals[:L]
+        dgates = _spread(found_gates, gates, places) if gated else dgates
+        ddiagonals = found_diagonals[:L]
         dx, dAs = grouped_down_backward(dys, x, dz, weight, As, seed, p, with_dx)
     down = [None] * M if x is None else split_like(dAs, As)
     return (

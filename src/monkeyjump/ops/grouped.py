@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
-from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of
+from monkeyjump.ops.settings import Dropout, GateColumns, Strengths, gate_rows, new_seed, rank_gradients, rows_of
 
 FIELDS = 4  # tensors of one adapter among the arguments of the autograd function
 
@@ -57,19 +57,22 @@ def grouped_lora(
     dropout: float,
     seed: torch.Tensor | None = None,
     together: Frozen | None = None,
+    columns: GateColumns | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """y of every projection for x [..., D]; all A of one shape, all gated or none; one mask, of this seed or a new.
 
-    `together` are the weights of all as one. Under torch.compile it is needed where there are several.
+    `together` are the weights of all as one, `columns` the gates. Under torch.compile the first is needed for several
+    projections, and the second is faster.
     """
+    if torch.compiler.is_compiling():
+        seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
+        return _traced(x, seed, (scale, dropout), together or Frozen.of(projections), projections, columns)
     gates = [None if projection.gate is None else gate_rows(projection.gate) for projection in projections]
     if len({gate.stride(0) for gate in gates if gate is not None}) > 1:
         gates = [None if gate is None else gate.contiguous() for gate in gates]
     every = 1 if gates[0] is None else x.numel() // x.shape[-1] // gates[0].shape[0]
     seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     settings, frozen = (scale, dropout, every), together or Frozen.of(projections)
-    if torch.compiler.is_compiling():
-        return _traced(x, seed, settings, frozen, projections, gates)
     arguments: list[torch.Tensor | None] = []
     for projection, gate in zip(projections, gates, strict=True):
         arguments += [projection.A.contiguous(), projection.B.contiguous(), gate, projection.diagonal]
@@ -79,21 +82,29 @@ def grouped_lora(
 def _traced(
     x: torch.Tensor,
     seed: torch.Tensor | None,
-    settings: tuple[float, float, int],
+    settings: tuple[float, float],
     frozen: Frozen,
     projections: Sequence[Projection],
-    gates: list[torch.Tensor | None],
+    columns: GateColumns | None,
 ) -> tuple[torch.Tensor, ...]:
     """Under torch.compile: a registered op."""
     from monkeyjump.ops import custom_group
 
-    scale, p, every = settings
-    known = [gate for gate in gates if gate is not None]
+    scale, p = settings
+    gates, starts = [], [0] * len(projections)
+    if columns is not None:
+        gates, starts = [columns.wide], list(columns.starts)
+    elif projections[0].gate is not None:
+        gates = [projection.gate for projection in projections if projection.gate is not None]
+    number = columns.number if columns is not None else gates[0].shape[-1] if gates else 1
+    gates = [gate_rows(gate) for gate in gates]
+    every = x.numel() // x.shape[-1] // gates[0].shape[0] if gates else 1
     *ys, _ = custom_group.grouped(
         rows_of(x), frozen.weights[0], frozen.biases[0],
-        [projection.A for projection in projections], [projection.B for projection in projections], known,
-        [projection.diagonal for projection in projections if projection.diagonal is not None], seed, p, scale, every,
-        any(projection.A.requires_grad for projection in projections), any(gate.requires_grad for gate in known),
+        [projection.A for projection in projections], [projection.B for projection in projections], gates,
+        [projection.diagonal for projection in projections if projection.diagonal is not None], seed, p, scale,
+        [every, number, *starts],
+        any(projection.A.requires_grad for projection in projections), any(gate.requires_grad for gate in gates),
     )  # fmt: skip
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
 

@@ -21,6 +21,23 @@ def gate_rows(gate: torch.Tensor) -> torch.Tensor:
     return gate if gate.shape[1] == 1 or gate.stride(1) == 1 else gate.contiguous()
 
 
+@dataclass(frozen=True)
+class GateColumns:
+    """The gates of a group as columns of one tensor [..., W], G of each projection from `starts` on.
+
+    A compiler is shown the whole tensor: a view that begins somewhere inside is not aligned, and makes it give up wide
+    loads of whatever is computed from it.
+    """
+
+    wide: torch.Tensor
+    starts: tuple[int, ...]
+    number: int
+
+    def apart(self) -> list[torch.Tensor]:
+        """[..., G] of every projection."""
+        return [self.wide[..., start : start + self.number] for start in self.starts]
+
+
 def new_seed(device: torch.device) -> torch.Tensor:
     return torch.randint(2**31, (), device=device)
 

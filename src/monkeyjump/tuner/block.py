@@ -12,6 +12,7 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
+from monkeyjump.ops.settings import GateColumns
 from monkeyjump.routing.router import Decision, Staged, route, shuffled_gates, task_gates, uniform_gates
 from monkeyjump.tuner.inputs import expanded_rows, hidden_states, in_backward, real_tokens
 from monkeyjump.tuner.layer import MonkeyJumpLayer
@@ -85,9 +86,10 @@ class BlockRouter:
         """The gate of the tokens of x, [..., 1]."""
         return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
-        """The gates of projections that read the same x."""
-        return [self.gate(adapter_name, position, x) for position in positions]
+    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> GateColumns | list[torch.Tensor]:
+        """The gates of projections that read the same x, as columns of one tensor where they are."""
+        wide = self._fitted(self._gates_of(adapter_name), x, adapter_name, positions[0])
+        return GateColumns(wide, tuple(positions), 1)
 
     def observes(self, adapter_name: str) -> bool:
         """Whether `observe` wants to see the projections of this adapter."""

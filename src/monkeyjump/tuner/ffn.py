@@ -151,6 +151,9 @@ class FeedForwardExperts(LearnedBlockRouter):
             return None
         return output.expand(slots.weights.shape[0], *slots.source.shape[:-1], -1).flatten(0, 1)
 
+    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.gate(adapter_name, position, x) for position in positions]
+
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """Which expert each row of x belongs to: [K, ..., N] for the input of the feed-forward, else [K * B, T, N]."""
         if self.slots is None:

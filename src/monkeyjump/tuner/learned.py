@@ -16,6 +16,7 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
+from monkeyjump.ops.settings import GateColumns
 from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
 from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
 from monkeyjump.routing.router import uniform_gates
@@ -97,13 +98,16 @@ class LearnedBlockRouter(BlockRouter):
             return super().gate(adapter_name, position, x)
         return self._fitted(self._gates_of(adapter_name), x, adapter_name, position)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> GateColumns | list[torch.Tensor]:
         if not routes_alone(self.configs[adapter_name]):
-            return super().gate_all(adapter_name, positions, x)
+            if self.configs[adapter_name].placement == "block":
+                return super().gate_all(adapter_name, positions, x)
+            wide = self.gate(adapter_name, positions[0], x)  # the experts of every projection have the same gates
+            return GateColumns(wide, (0,) * len(positions), wide.shape[-1])
         routers: list[Any] = [self.layers[adapter_name][p].monkeyjump_router[adapter_name] for p in positions]
         decision = decide_together(routers, x)
         if decision is None:
-            return super().gate_all(adapter_name, positions, x)
+            return [self.gate(adapter_name, position, x) for position in positions]
         if self.layers[adapter_name][positions[0]].training:
             columns = LearnedDecision(
                 decision.gates, decision.probabilities.flatten(-2), decision.chosen.flatten(-2), decision.per_token
@@ -112,10 +116,12 @@ class LearnedBlockRouter(BlockRouter):
             self._stage_balance(adapter_name, positions, columns, mask)
             for position, chosen in zip(positions, decision.chosen.unbind(-2), strict=True):
                 self._count_tokens(adapter_name, [self.layers[adapter_name][position]], chosen, mask)
-        gates = decision.gates.unbind(-2)
-        for position, gate in zip(positions, gates, strict=True):
-            self._trace(adapter_name, position, gate)
-        return list(gates)
+        experts = decision.gates.shape[-1]
+        gates = GateColumns(decision.gates.flatten(-2), tuple(range(0, experts * len(positions), experts)), experts)
+        if self.group.context.trace is not None:
+            for position, gate in zip(positions, gates.apart(), strict=True):
+                self._trace(adapter_name, position, gate)
+        return gates
 
     def observes(self, adapter_name: str) -> bool:
         return self.configs[adapter_name].contrastive_weight > 0

@@ -55,6 +55,9 @@ class NestedRouter(LearnedBlockRouter):
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.calls = {}
 
+    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.gate(adapter_name, position, x) for position in positions]
+
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """The factor on every rank for the rows of x: [B, 1, R], or [B, T, R] for packed rows."""
         if adapter_name not in self.calls:

@@ -21,7 +21,7 @@ from torch import nn
 from monkeyjump.adapters.base import fits_tokens
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
-from monkeyjump.ops.settings import new_seed
+from monkeyjump.ops.settings import GateColumns, new_seed
 from monkeyjump.tuner.inputs import in_backward
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ class SharedInput:
         name, members = self.family.adapter_name, self.members
         routing = members[0].routers.get(name)  # of the whole group, or none
         places = [member.routers[name][1] for member in members] if routing else []
-        gates: list[Any] = routing[0].gate_all(name, places, x) if routing else [None] * len(members)
+        given: Any = routing[0].gate_all(name, places, x) if routing else [None] * len(members)
+        columns = given if isinstance(given, GateColumns) else None
+        gates = given if columns is None else columns.apart()
         shapes = {None if gate is None else gate.shape for gate in gates}
         if len(shapes) > 1 or not fits_tokens(gates[0], x):
             return None
@@ -114,7 +116,7 @@ class SharedInput:
             adapter: Any = member.monkeyjump_adapter[name]
             projections.append(Projection(base.weight, base.bias, adapter.A, adapter.B, gate, adapter.rank_scale()))
         dropout = adapter.dropout if adapter.training else 0.0
-        return grouped_lora(x, projections, adapter.scaling, dropout, seed, self._together())
+        return grouped_lora(x, projections, adapter.scaling, dropout, seed, self._together(), columns)
 
     def _together(self) -> Frozen | None:
         """The weights of all members as one, or None where that cannot be."""

@@ -69,8 +69,11 @@ def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every
     if diagonal is not None:
         s *= tl.load(diagonal + cols, mask=cols < C, other=0.0)[None, :]
     if gate is not None:
-        where = (rows // every)[:, None] * gate_stride + (cols // (C // G))[None, :]
-        s *= tl.load(gate + where, mask=inside, other=0.0)
+        first = gate + (rows // every) * gate_stride
+        if G == 1:
+            s *= tl.load(first, mask=rows < N, other=0.0)[:, None]
+        else:
+            s *= tl.load(first[:, None] + (cols // (C // G))[None, :], mask=inside, other=0.0)
     return values, s
 
 

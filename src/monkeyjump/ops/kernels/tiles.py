@@ -42,6 +42,6 @@ TILES = {
     "route": Tile(32, 128, stages=4),
     "route_many": Tile(64, 128, stages=4),
     "route_rows": Tile(16, 1024, stages=1),  # whole rows: 128 entries for a thread
-    "add_sums": Tile(256, 32, warps=8),  # at 4,096 tokens all row blocks at once, in a hundred programs
+    "add_sums": Tile(256, 16),  # at 4,096 tokens all row blocks at once, in a hundred programs
     "scale": Tile(32, 128),
 }
