@@ -77,7 +77,21 @@ def centers() -> list[torch.Tensor]:
 
 def _backward_arguments(with_x: bool) -> tuple[Any, ...]:
     dys, (tokens, weight, _, As, Bs, *_) = group_gradients()
-    return dys, tokens if with_x else None, normal(N, 2 * R), weight, As, Bs, [], seed(), 0.3, 0.7, [1, 1, 0, 0], True
+    return (
+        dys,
+        tokens if with_x else None,
+        normal(N, 2 * R),
+        weight,
+        As,
+        Bs,
+        [],
+        [],
+        seed(),
+        0.3,
+        0.7,
+        [1, 1, 0, 0],
+        True,
+    )
 
 
 def staged() -> tuple[list[torch.Tensor], list[torch.Tensor]]:

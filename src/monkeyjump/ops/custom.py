@@ -11,7 +11,7 @@ import torch
 
 from monkeyjump.ops.kernels import lora
 from monkeyjump.ops.kernels import route as routing
-from monkeyjump.ops.settings import Dropout, Routing, Strengths, rank_gradients
+from monkeyjump.ops.settings import Dropout, Routing, Strengths, rank_gradients, with_diagonal
 
 
 def plain(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
@@ -120,7 +120,7 @@ def lora_up_backward(
     every: int,
     times_s: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dy B [N, C], times s if asked; dB [O, C]), fp32."""
+    """(dy B [N, C], times s if asked; dB [O, C] for a diagonal of ones), fp32."""
     return lora.up_backward_alone(dy.contiguous(), z, B, Strengths.single(scale, gate, diagonal, every), times_s)
 
 
@@ -147,7 +147,8 @@ def _save_up(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 def _up_gradients(ctx: Any, dy: torch.Tensor) -> Any:
     z, B, gate, diagonal = ctx.saved_tensors
     t, dB = lora_up_backward(dy, z, B, gate, diagonal, ctx.scale, ctx.every, False)
-    dz, (dgate,), (ddiagonal,) = rank_gradients(t, z, Strengths.single(ctx.scale, gate, diagonal, ctx.every), True)
+    dB, ddiagonal = with_diagonal(dB, B, diagonal)
+    dz, (dgate,) = rank_gradients(t, z, Strengths.single(ctx.scale, gate, diagonal, ctx.every), True)
     return dy, dz, dB, dgate, ddiagonal, None, None
 
 

@@ -1,8 +1,8 @@
 """A group of projections as registered ops for torch.compile: the frozen product, the update, and their gradients.
 
 The compiler makes no kernel of its own for any of it, so the ops do what eager mode does, with the same functions. The
-gradient is one op where nothing but A, B and x has one. Otherwise it is two, and what lies between them (gates and
-diagonals, few numbers a token) is left to the compiler.
+gradient is one op unless gates have one too, or experts share an A. Then it is two, and what lies between them (few
+numbers a token) is left to the compiler.
 
 Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B.
 """
@@ -16,7 +16,7 @@ import torch
 from monkeyjump.ops.grouped import Frozen, mask, outputs, split_like, through_weights
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
-from monkeyjump.ops.settings import Strengths, rank_gradients
+from monkeyjump.ops.settings import Strengths, rank_gradients, with_diagonal
 
 Tensor = torch.Tensor
 # the compiler need not copy an input to give it the layout it was traced with: the ops make rows dense themselves
@@ -85,26 +85,27 @@ def grouped_backward(
     As: list[Tensor],
     Bs: list[Tensor],
     gates: list[Tensor],
+    diagonals: list[Tensor],
     seed: Tensor | None,
     p: float,
     scale: float,
     places: Places,
     with_dx: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dx [N, D]; all dB, and with x all dA, one after the other). Without `with_dx` dx is empty."""
+    """(dx [N, D], empty without `with_dx`; all dB, for diagonals of ones, and with x all dA, one after the other)."""
     dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
-    dx = through_weights(dys, [weight], [dy.shape[1] for dy in dys]) if with_dx else z.new_empty(0)
+    dx = through_weights(dys, [weight]) if with_dx else z.new_empty(0)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
     ups = sum(B.numel() for B in Bs)
     parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
-    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, [], places), True, parts)
+    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), True, parts)
     if with_dx or x is not None:
         kernels.down_backward(x, dz, As, mask(seed, p), dx if with_dx else None, parts, ups, add=True)
     return dx, parts.total()
 
 
 @grouped_backward.register_fake
-def _(dys, x, z, weight, As, Bs, gates, seed, p, scale, places, with_dx):
+def _(dys, x, z, weight, As, Bs, gates, diagonals, seed, p, scale, places, with_dx):
     sums = sum(B.numel() for B in Bs) + (0 if x is None else sum(A.numel() for A in As))
     return _new_dx(dys, z, weight, with_dx), z.new_empty(sums)
 
@@ -119,7 +120,7 @@ def grouped_up_backward(
     scale: float,
     places: Places,
 ) -> tuple[Tensor, Tensor]:
-    """(t = dy B [N, M * C]; all dB, one after the other)."""
+    """(t = dy B [N, M * C]; all dB, for diagonals of ones, one after the other)."""
     Bs = [B.contiguous() for B in Bs]
     parts = Parts.of(z.shape[0], sum(B.numel() for B in Bs), z.device)
     dys = [dy.contiguous() for dy in dys]
@@ -145,7 +146,7 @@ def grouped_down_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; with x all dA, one after the other)."""
     dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
-    dx = through_weights(dys, [weight], [dy.shape[1] for dy in dys]) if with_dx else dz.new_empty(0)
+    dx = through_weights(dys, [weight]) if with_dx else dz.new_empty(0)
     As = [A.contiguous() for A in As]
     parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
     if with_dx or x is not None:
@@ -179,21 +180,20 @@ def _gradients(ctx: Any, grads: list[Tensor]) -> Any:
     p, scale, places, gated = ctx.settings
     with_dx = ctx.needs_input_grad[0]
     dgates: list[Any] = [None] * G
-    ddiagonals: list[Tensor | None] = [None] * L
-    if not L and not gated and Bs[0].shape[1] == As[0].shape[0]:
-        dx, sums = grouped_backward(dys, x, z, weight, As, Bs, gates, seed, p, scale, places, with_dx)
+    if not gated and Bs[0].shape[1] == As[0].shape[0]:
+        dx, sums = grouped_backward(dys, x, z, weight, As, Bs, gates, diagonals, seed, p, scale, places, with_dx)
         ups = sum(B.numel() for B in Bs)
-        dBs, dAs = sums[:ups], sums[ups:]
+        flat_dBs, dAs = sums[:ups], sums[ups:]
     else:
-        t, dBs = grouped_up_backward(dys, z, Bs, gates, diagonals, scale, places)
-        strengths = _strengths(scale, gates, diagonals, places)
-        dz, found_gates, found_diagonals = rank_gradients(t, z, strengths, gated)
-        dgates = _spread(found_gates, gates, places) if gated else dgates
-        ddiagonals = found_diagonals[:L]
+        t, flat_dBs = grouped_up_backward(dys, z, Bs, gates, diagonals, scale, places)
+        dz, found = rank_gradients(t, z, _strengths(scale, gates, diagonals, places), gated)
+        dgates = _spread(found, gates, places) if gated else dgates
         dx, dAs = grouped_down_backward(dys, x, dz, weight, As, seed, p, with_dx)
+    ones = zip(split_like(flat_dBs, Bs), Bs, diagonals or [None] * M, strict=True)
+    dBs, ddiagonals = zip(*(with_diagonal(dB, B, diagonal) for dB, B, diagonal in ones), strict=True)
     down = [None] * M if x is None else split_like(dAs, As)
     return (
-        *(dx if with_dx else None, None, None, down, split_like(dBs, Bs), dgates, ddiagonals),
+        *(dx if with_dx else None, None, None, down, list(dBs), dgates, list(ddiagonals[:L])),
         *(None, None, None, None, None, None),
     )
 

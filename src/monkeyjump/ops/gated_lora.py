@@ -18,7 +18,7 @@ import torch
 
 from monkeyjump.ops import custom, written_out
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of
+from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of, with_diagonal
 
 
 def down(
@@ -107,11 +107,10 @@ class _Up(torch.autograd.Function):
         z, B, gate, diagonal = ctx.saved_tensors
         strength = Strengths.single(ctx.scale, gate, diagonal, ctx.every)
         flat = rows_of(dy)
-        simple = diagonal is None and z.shape[1] == B.shape[1] and not ctx.needs_input_grad[3]
+        simple = z.shape[1] == B.shape[1] and not ctx.needs_input_grad[3]
         t, dB = _up_backward(flat, z, B, strength, simple)
-        if simple:
-            return dy, t, dB, None, None, None, None
-        dz, (dgate,), (ddiagonal,) = rank_gradients(t, z, strength, ctx.needs_input_grad[3])
+        dB, ddiagonal = with_diagonal(dB, B, diagonal)
+        dz, (dgate,) = (t, (None,)) if simple else rank_gradients(t, z, strength, ctx.needs_input_grad[3])
         return dy, dz, dB, dgate, ddiagonal, None, None
 
 
@@ -150,7 +149,7 @@ def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengt
 def _up_backward(
     dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths, times_s: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t, dB)."""
+    """(t, dB for a diagonal of ones)."""
     if not torch.compiler.is_compiling():
         return kernels.up_backward_alone(dy, z, B, strengths, times_s)
     gate, diagonal = strengths.gates[0], strengths.diagonals[0]

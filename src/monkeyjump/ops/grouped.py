@@ -5,7 +5,7 @@
 In eager mode on small models the host is slower than the GPU: what counts is the number of launches and of autograd
 nodes. One node holds all projections of a group; its backward adds every contribution into one dx, where autograd
 would keep one tensor per projection and adapter and add them up. Where the weights lie side by side in memory, all
-frozen products are one product. (Their gradients are not: putting dy together costs more than the one product saves.)
+frozen products are one product; of the gradients only narrow ones are put together, which costs a copy.
 
 Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B, G gates of a token.
 """
@@ -21,7 +21,16 @@ import torch.nn.functional as F
 
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
-from monkeyjump.ops.settings import Dropout, GateColumns, Strengths, gate_rows, new_seed, rank_gradients, rows_of
+from monkeyjump.ops.settings import (
+    Dropout,
+    GateColumns,
+    Strengths,
+    gate_rows,
+    new_seed,
+    rank_gradients,
+    rows_of,
+    with_diagonal,
+)
 
 FIELDS = 4  # tensors of one adapter among the arguments of the autograd function
 
@@ -131,19 +140,20 @@ class _Grouped(torch.autograd.Function):
         As, Bs, gates, diagonals = (tuple(arguments[i::FIELDS]) for i in range(FIELDS))
         strengths = Strengths(scale, gates, diagonals, every)
         dys = [rows_of(grad) for grad in grads]
-        dx = through_weights(dys, ctx.frozen.weights, [B.shape[0] for B in Bs]) if ctx.needs_input_grad[0] else None
+        dx = through_weights(dys, ctx.frozen.weights) if ctx.needs_input_grad[0] else None
         M, gated = len(As), any(ctx.needs_input_grad[4 + 2 :: FIELDS])
-        simple = diagonals[0] is None and Bs[0].shape[1] == As[0].shape[0] and not gated
+        simple = Bs[0].shape[1] == As[0].shape[0] and not gated
         ups = sum(B.numel() for B in Bs)
         parts = Parts.of(z.shape[0], ups + (0 if flat is None else sum(A.numel() for A in As)), z.device)
         dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts)
         result: list[Any] = [None] * (M * FIELDS)
         if not simple:
-            dz, result[2::FIELDS], result[3::FIELDS] = rank_gradients(dz, z, strengths, gated)
+            dz, result[2::FIELDS] = rank_gradients(dz, z, strengths, gated)
         if dx is not None or flat is not None:
             kernels.down_backward(flat, dz, As, mask(seed, p), dx, parts, ups, add=True)
         total = parts.total()
-        result[1::FIELDS] = split_like(total[:ups], Bs)
+        for m, dB in enumerate(split_like(total[:ups], Bs)):
+            result[m * FIELDS + 1], result[m * FIELDS + 3] = with_diagonal(dB, Bs[m], diagonals[m])
         if flat is not None:
             result[0::FIELDS] = split_like(total[ups:], As)
         return None if dx is None else dx.view(ctx.shape), None, None, None, *result
@@ -180,12 +190,26 @@ def outputs(
     return ys, z
 
 
-def through_weights(
-    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], widths: Sequence[int]
-) -> torch.Tensor:
+NARROW = 256  # columns of gradients that are worth a copy to make two products one (k and v of grouped attention)
+
+
+def _joined_where_narrow(dys: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """The gradients, with neighbours put together that are narrow, and the widths."""
+    groups: list[list[torch.Tensor]] = []
+    for dy in dys:
+        if groups and dy.shape[1] <= NARROW and groups[-1][-1].shape[1] <= NARROW:
+            groups[-1].append(dy)
+        else:
+            groups.append([dy])
+    joined = [group[0] if len(group) == 1 else torch.cat(group, 1) for group in groups]
+    return joined, [dy.shape[1] for dy in joined]
+
+
+def through_weights(dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum over m of dy_m W_m, in one tensor."""
     if len(weights) < len(dys):
-        weights = weights[0].split(list(widths))
+        dys, widths = _joined_where_narrow(dys)
+        weights = weights[0].split(widths)
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:], strict=True):
         dx.addmm_(dy, weight)

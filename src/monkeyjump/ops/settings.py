@@ -96,30 +96,31 @@ class Routing:
     unit: bool  # whether the centres follow unit tokens or raw ones
 
 
+def with_diagonal(
+    dB: torch.Tensor, B: torch.Tensor, diagonal: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dB, ddiagonal) from the dB [O, C] for a diagonal of ones: y depends on B and diagonal by their product alone."""
+    if diagonal is None:
+        return dB, None
+    return dB * diagonal, (dB * B).sum(0)
+
+
 def rank_gradients(
     t: torch.Tensor, z: torch.Tensor, strengths: Strengths, gated: bool
-) -> tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """(dz [N, M * R], M of dgate [N / every, G], M of ddiagonal [C]) from t = dy B [N, M * C] and z [N, M * R].
-
-    Without `gated` no gate gets a gradient.
-    """
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """(dz [N, M * R], M of dgate [N / every, G]) from t = dy B [N, M * C] and z [N, M * R]; gated: gates have one."""
     M = len(strengths.gates)
     N, C, R = t.shape[0], t.shape[1] // M, z.shape[1] // M
-    none: list[torch.Tensor | None] = [None] * M
     gates = [gate for gate in strengths.gates if gate is not None]
     diagonals = [diagonal for diagonal in strengths.diagonals if diagonal is not None]
-    t = t.view(N, M, C)
-    inner: torch.Tensor | float = strengths.scale * torch.stack(diagonals) if diagonals else strengths.scale
+    inner = t.view(N, M, C) * (strengths.scale * torch.stack(diagonals) if diagonals else strengths.scale)
     outer: torch.Tensor | float = 1.0
     if gates:
         outer = torch.stack(gates, 1).repeat_interleave(C // gates[0].shape[1], 2)
         outer = outer if strengths.every == 1 else outer.repeat_interleave(strengths.every, 0)
-    dz = (t * inner * outer).view(N, M, C // R, R).sum(2).view(N, M * R)  # column c of B reads z[:, c % R]
-    along = t * z.view(N, M, 1, R).expand(N, M, C // R, R).reshape(N, M, C)
-    dgates, ddiagonals = none, none
-    if gates and gated:
-        G = gates[0].shape[1]
-        dgates = list((along * inner).view(N // strengths.every, strengths.every, M, G, C // G).sum((1, 4)).unbind(1))
-    if diagonals:
-        ddiagonals = list((along * outer * strengths.scale).sum(0).unbind())
-    return dz, dgates, ddiagonals
+    dz = (inner * outer).view(N, M, C // R, R).sum(2).view(N, M * R)  # column c of B reads z[:, c % R]
+    if not gates or not gated:
+        return dz, [None] * M
+    along = inner * z.view(N, M, 1, R).expand(N, M, C // R, R).reshape(N, M, C)
+    G = gates[0].shape[1]
+    return dz, list(along.view(N // strengths.every, strengths.every, M, G, C // G).sum((1, 4)).unbind(1))

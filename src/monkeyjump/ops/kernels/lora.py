@@ -2,7 +2,7 @@
 
     z = dropout(x) A^T                     down: one pass over x for all projections that read it
     y = base + (z * s) B^T                 up: s[n, c] = scale * diagonal[c] * gate[n // every, c // (C / G)]
-    t = dy B,  dB = dy^T (z * s)           up_backward: one pass over dy
+    t = dy B,  dB = dy^T (z * s)           up_backward: one pass over dy; s without the diagonal in dB
     dA = dz^T dropout(x),  dx = dz A       down_backward: one pass over x
 
 Shapes: N tokens, D and O input and output width, M projections that share x, R rank of one A, C columns of B (C = R, or
@@ -137,7 +137,7 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offs
         if tl.program_id(1) == m:
             O = Os[m]
             values, s = scaled(
-                z + m * R, gates[m], diagonals[m], scale, rows, cols, N, z_stride, gate_stride, every, R, C, G
+                z + m * R, gates[m], None, scale, rows, cols, N, z_stride, gate_stride, every, R, C, G
             )  # fmt: skip
             acc = tl.zeros((BN, CP), tl.float32)
             for start in range(0, O, BO):
@@ -150,6 +150,8 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offs
                 part = product(tl.trans(tile), (values * s).to(tile.dtype))  # [BO, CP]
                 where = block.to(tl.int64) * W + offsets[m] + outs[:, None] * C + cols[None, :]
                 tl.store(parts + where, part, mask=within)
+            if diagonals[m] is not None:
+                s *= tl.load(diagonals[m] + cols, mask=cols < C, other=0.0)[None, :]
             kept = (rows < N)[:, None] & (cols < C)[None, :]
             where = rows[:, None] * (C * len(dys)) + m * C + cols[None, :]
             tl.store(t + where, acc * s if TIMES_S else acc, mask=kept)
@@ -278,7 +280,10 @@ def up_backward(
     times_s: bool,
     parts: Parts,
 ) -> torch.Tensor:
-    """t = dy B of every projection, [N, M * C] fp32, times s if asked. The dB [O, C] go to the start of the parts."""
+    """t = dy B of every projection, [N, M * C] fp32, times s if asked. The dB [O, C] go to the start of the parts.
+
+    They are those of a diagonal of ones: `settings.with_diagonal` makes of them the true ones and the diagonal's.
+    """
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
@@ -336,7 +341,7 @@ def _gates(strengths: Strengths) -> int:
 def up_backward_alone(
     dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths, times_s: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t [N, C], dB [O, C]) of one projection."""
+    """(t [N, C], dB [O, C] for a diagonal of ones) of one projection."""
     parts = Parts.of(dy.shape[0], B.numel(), dy.device)
     t = up_backward([dy], z, [B], strengths, times_s, parts)
     return t, parts.total().view(B.shape)
