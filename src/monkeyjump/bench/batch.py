@@ -45,15 +45,16 @@ def run_blocks(built: Built, batch: Batch) -> None:
         # what the hooks of the causal LM, which is not called here, would do
         built.context.losses.clear()
         built.context.task_ids = built.task_ids
+        if built.context.regularized:
+            built.context.join_regularizer(built.causal_lm)
     ends = [built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state]
     ends += _routing_losses(built)
     torch.autograd.backward(ends, [batch.upstream, *(None for _ in ends[1:])])
 
 
 def _routing_losses(built: Built) -> list[torch.Tensor]:
-    from monkeyjump.tuner.auxiliary import auxiliary_loss
-
     if built.context is None:
         return []
-    losses = [built.context.losses.take(), auxiliary_loss(built.causal_lm) if built.context.regularized else None]
+    losses = [built.context.losses.take(), built.context.regularizer(built.causal_lm)]
+    built.context.release_regularizer()
     return [loss for loss in losses if loss is not None]

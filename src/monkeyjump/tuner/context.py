@@ -17,6 +17,7 @@ from monkeyjump.routing.granularity import IGNORE
 from monkeyjump.tuner.auxiliary import auxiliary_loss
 from monkeyjump.tuner.block import BlockRouter
 from monkeyjump.tuner.group import BlockGroup
+from monkeyjump.tuner.joint import JointRegularizer
 from monkeyjump.tuner.losses import CarriedLoss, RouterLosses
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.sharing import Sharing
@@ -39,6 +40,7 @@ class RoutingContext:
         self.losses = RouterLosses()
         self.accumulation = 1  # micro-batches per optimiser step, where a trainer that makes its own loss tells
         self.regularized = False  # whether some adapter has a loss of its own
+        self.joint: JointRegularizer | None = None  # that loss in one node with its tensors, during a training forward
         self.regularizer_due = False  # whether a training forward could not add it
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None
@@ -94,16 +96,35 @@ class RoutingContext:
         self.labels = kwargs.get("labels")
         if module.training and torch.is_grad_enabled():
             self.losses.clear()
+            if self.regularized and self.labels is not None:
+                self.join_regularizer(module)
         return args, self._take_extras(kwargs)
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         if module.training and torch.is_grad_enabled():
             output = self._with_auxiliary_loss(module, kwargs, output)
+        self.release_regularizer()
         self.labels = None
         self.sharing.end()
         if not self.in_generation:
             self.task_ids = self.prompt_lengths = None
         return output
+
+    def join_regularizer(self, model: nn.Module) -> None:
+        """For one forward: adapters read their tensors from the node that also has their regulariser."""
+        self.release_regularizer()
+        self.joint = JointRegularizer.of(model)
+
+    def regularizer(self, model: nn.Module) -> torch.Tensor | None:
+        """The adapters' losses on their own tensors, if they have any."""
+        if self.joint is not None:
+            return self.joint.loss
+        return auxiliary_loss(model) if self.regularized else None
+
+    def release_regularizer(self) -> None:
+        if self.joint is not None:
+            self.joint.release()
+            self.joint = None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the base model; the end of its prompt is what sequence routing decides from."""
@@ -149,7 +170,7 @@ class RoutingContext:
             # The trainer makes the loss itself, from logits or (TRL) log-probabilities: the callback adds this there.
             self.regularizer_due = self.regularized
             return output if routing is None else _carrying(output, routing / self.accumulation)
-        extra = auxiliary_loss(module) if self.regularized else None
+        extra = self.regularizer(module)
         if routing is not None:
             extra = routing.to(loss.device) if extra is None else extra + routing.to(extra.device)
         if extra is None:
