@@ -39,6 +39,7 @@ class StepSettings:
     fused_loss: str = "off"  # off: from logits; torch or liger: without them
     optimizer: bool = False
     check: bool = False
+    profile: bool = False  # also which kernels a step of the last mode consists of
 
     def __post_init__(self) -> None:
         problems = []
@@ -237,6 +238,8 @@ class StepRun:
             row["recompiled_while_timed"] = _graphs() - graphs
         if mode in self.deviations:
             row["gradient_deviation"] = self.deviations[mode]
+        if settings.profile and mode == [known for known in MODES if known in settings.modes][-1]:
+            row["kernels"] = timing.kernels(call, self.device)
         return row
 
     def _captured(self) -> tuple[Callable[[], None], int | None]:

@@ -84,3 +84,18 @@ def release_cache(device: str | torch.device) -> None:
     if is_cuda(device):
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def kernels(call: Callable[[], object], device: str | torch.device, most: int = 40) -> list[dict[str, object]]:
+    """The kernels of one call, on a CPU its operations, the longest first: name, calls, microseconds of all calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = is_cuda(device)
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+        call()
+        synchronize(device)
+    rows = [
+        {"name": row.key, "calls": row.count, "us": row.device_time_total if cuda else row.self_cpu_time_total}
+        for row in found.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])[:most]

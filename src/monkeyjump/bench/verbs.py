@@ -145,6 +145,7 @@ def _step_settings(options: Namespace, modes: tuple[str, ...]) -> StepSettings:
         fused_loss=getattr(options, "fused_loss", None) or "off",
         optimizer=options.optimizer,
         check=getattr(options, "check", False),
+        profile=getattr(options, "profile", False),
     )
 
 

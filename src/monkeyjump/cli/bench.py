@@ -74,6 +74,7 @@ def _add_step(parser: argparse.ArgumentParser, kind: str) -> None:
         )
         parser.add_argument("--fused-loss", metavar="BY", help="torch or liger: a loss without logits (scope model)")
     if kind == "step":
+        parser.add_argument("--profile", action="store_true", help="record the kernels of a step in the last mode")
         parser.add_argument("--check", action="store_true", help="compare the modes' gradients (needs --dropout 0)")
 
 

@@ -21,7 +21,8 @@ from monkeyjump.tuner.placement import Role
 if TYPE_CHECKING:
     from monkeyjump.tuner.block import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
-    from monkeyjump.tuner.sharing import Family, SharedInput
+    from monkeyjump.tuner.shared_input import SharedInput
+    from monkeyjump.tuner.sharing import Family
 
 UNINITIALIZED = -1  # value of `monkeyjump_step` while the centres wait for `initialize_centers`
 
