@@ -189,8 +189,8 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
             yield where, chunk
 
     monkeypatch.setattr(kmeans, "_chunks", spy)
-    # one block's state is 4 * 10 * (3 + 2) * 900 = 180,000 bytes of half the scratch: groups of 2 blocks
-    monkeypatch.setattr(kmeans, "SCRATCH_BYTES", 800_000)
+    # one block's state is 4 * 10 * (3 + 4) * 900 = 252,000 bytes of half the scratch: groups of 2 blocks
+    monkeypatch.setattr(kmeans, "SCRATCH_BYTES", 1_100_000)
     calls: list[tuple[int, int]] = []
     chunked = spherical_kmeans(x, 4, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(2, 3), (3, 3)]

@@ -21,7 +21,7 @@ from monkeyjump.routing.kmeans_checks import check_arguments, check_tokens
 from monkeyjump.routing.products import add_sums, dots, halves, multiplies_narrow
 
 # Scratch memory of one fit: half for per-token state of a group of blocks, up to half for one chunk of tokens. A single
-# block is never split, so 4 * S * (T + 2) bytes per token is the floor.
+# block is never split, so 4 * S * (T + 4) bytes per token is the floor.
 SCRATCH_BYTES = 256 * 2**20
 # Tokens of a group: they keep a GPU busy. More blocks would save few launches and be read until the slowest is done.
 GROUP_TOKENS = 2**16
@@ -67,7 +67,7 @@ def spherical_kmeans(
     generator = torch.Generator().manual_seed(seed)  # on the CPU whatever the device of x, so that devices agree
     draws = torch.rand(k, restarts, trials, generator=generator, dtype=torch.float64).to(x.device)
     blocks, n_tokens, _ = x.shape
-    group = max(1, min(SCRATCH_BYTES // 2 // (4 * restarts * (trials + 2)), GROUP_TOKENS) // n_tokens)
+    group = max(1, min(SCRATCH_BYTES // 2 // (4 * restarts * (trials + 4)), GROUP_TOKENS) // n_tokens)
     parts = []
     with torch.autocast(x.device.type, enabled=False):
         norms = _token_norms(x)
@@ -141,13 +141,11 @@ def _seed(tokens: _Tokens, draws_KST: Tensor) -> Tensor:
 
 def _draw(weight_GSN: Tensor, draws_ST: Tensor, valid_GN: Tensor) -> Tensor:
     """Token indices [G, S, T] in proportion to the weights; uniform where every weight is 0 (all served exactly)."""
-    picks = []
-    for weight, draws in zip(weight_GSN.unbind(1), draws_ST, strict=True):  # one restart at a time: fp64 [G, N]
-        exact = weight.sum(-1, keepdim=True) == 0
-        cumulative = torch.where(exact, valid_GN.float(), weight).cumsum(-1, dtype=torch.float64)
-        # right=True finds the first token whose cumulative weight exceeds the draw, never one of weight 0
-        picks.append(torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True))
-    return torch.stack(picks, 1).clamp_(max=weight_GSN.shape[-1] - 1)
+    exact = weight_GSN.sum(-1, keepdim=True) == 0
+    cumulative = torch.where(exact, valid_GN[:, None].float(), weight_GSN).cumsum(-1, dtype=torch.float64)
+    # right=True finds the first token whose cumulative weight exceeds the draw, never one of weight 0
+    picks = torch.searchsorted(cumulative, draws_ST * cumulative[..., -1:], right=True)
+    return picks.clamp_(max=weight_GSN.shape[-1] - 1)
 
 
 @dataclass
