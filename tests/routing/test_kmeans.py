@@ -432,8 +432,10 @@ def test_finished_restarts_and_blocks_are_not_read_again(monkeypatch: pytest.Mon
 def test_cuda_reads_bf16_as_it_is(name: str) -> None:
     x = DATA[name].bfloat16()
     here, there = spherical_kmeans(x, 4), spherical_kmeans(x.cuda(), 4)
-    assert float((here.labels != there.labels.cpu()).float().mean()) < 2e-3
-    torch.testing.assert_close(here.centers, there.centers.cpu(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(here.inertia, there.inertia.cpu(), rtol=1e-3, atol=0)
+    if name != "uniform sphere":  # without clusters rounding can lead to another optimum, as good
+        assert float((here.labels != there.labels.cpu()).float().mean()) < 2e-3
+        torch.testing.assert_close(here.centers, there.centers.cpu(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
