@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing import kmeans
+from monkeyjump.routing import kmeans, products
 from monkeyjump.routing.kmeans import KMeansResult, spherical_kmeans
 
 
@@ -189,8 +189,8 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
             yield where, chunk
 
     monkeypatch.setattr(kmeans, "_chunks", spy)
-    # one block's state is 4 * 10 * (3 + 2) * 900 = 180,000 bytes of half the scratch: groups of 2 blocks
-    monkeypatch.setattr(kmeans, "SCRATCH_BYTES", 800_000)
+    # one block's state is 4 * 10 * (3 + 4) * 900 = 252,000 bytes of half the scratch: groups of 2 blocks
+    monkeypatch.setattr(kmeans, "SCRATCH_BYTES", 1_100_000)
     calls: list[tuple[int, int]] = []
     chunked = spherical_kmeans(x, 4, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(2, 3), (3, 3)]
@@ -347,6 +347,95 @@ def test_nan_and_inf_are_named() -> None:
 def test_errors(x: Tensor, arguments: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spherical_kmeans(x, **arguments)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 tokens are multiplied by halves on the CPU too, as on a GPU."""
+    for module in (kmeans, products):
+        monkeypatch.setattr(module, "multiplies_narrow", lambda x: x.dtype == torch.bfloat16)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("name", DATA)
+def test_narrow_products_find_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    x = DATA[name].bfloat16()
+    found = spherical_kmeans(x, 4)
+    monkeypatch.setattr(kmeans, "multiplies_narrow", lambda _: False)
+    wide = spherical_kmeans(x, 4)
+    if name == "planted":
+        assert torch.equal(found.labels, wide.labels)
+    cosine = normalize(x.float(), dim=-1) @ wide.centers[0].T
+    best, second = cosine.topk(2, dim=-1).values.unbind(-1)
+    assert not bool(((found.labels != wide.labels)[0] & (best - second > 1e-4)).any())
+    torch.testing.assert_close(found.centers, wide.centers, atol=1e-3, rtol=0)
+    torch.testing.assert_close(found.inertia, wide.inertia, rtol=1e-4, atol=0)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_narrow_chunks_and_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _stack().bfloat16()
+    whole = spherical_kmeans(x, 4)
+    monkeypatch.setattr(kmeans, "SCRATCH_BYTES", 800_000)
+    monkeypatch.setattr(products, "SUMMED_TOGETHER", 13)
+    _assert_same(whole, spherical_kmeans(x, 4))
+    for block in range(3):
+        alone = spherical_kmeans(x[block], 4)
+        _assert_same(alone, KMeansResult(*(field[block : block + 1] for field in vars(whole).values())))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_narrow_with_fewer_directions_than_clusters() -> None:
+    x = torch.randn(2, 48, generator=_rng(9)).repeat(20, 1).bfloat16()
+    result = spherical_kmeans(x, 4)
+    assert result.sizes.tolist() == [[20, 20, 0, 0]]
+    assert int(result.iterations) < 100
+
+
+@pytest.mark.parametrize("tokens", [5, 1024, 3000])
+def test_narrow_products_equal_fp32(tokens: int) -> None:
+    x = torch.randn(2, tokens, 24, generator=_rng(10)).bfloat16()
+    vectors = torch.randn(2, 6, 24, generator=_rng(11))
+    wide = torch.bmm(vectors, x.float().mT)
+    torch.testing.assert_close(products.dots(vectors, x), wide, atol=2e-4, rtol=0)  # bf16 alone is off by 0.05
+    member = torch.rand(2, 6, tokens, generator=_rng(12)) < 0.5
+    weight = torch.rand(2, tokens, generator=_rng(13))
+    sums = torch.ones(2, 6, 24)
+    products.add_sums(sums, member, products.halves(weight, 1), x)
+    torch.testing.assert_close(sums, 1 + torch.bmm(member * weight[:, None], x.float()), atol=1e-3, rtol=0)
+
+
+def test_finished_restarts_and_blocks_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clear clusters are done at once; a sphere without any goes on, alone and with ever fewer restarts."""
+    x = torch.stack([_planted(1500, 16, noise=0.02)[0], DATA["uniform sphere"]])
+    together = spherical_kmeans(x, 4)
+    read: list[tuple[float, int]] = []
+    accumulate = kmeans._accumulate
+
+    def spy(tokens: kmeans._Tokens, centers: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        read.append((float(tokens.x[0, 0, 0]), centers.shape[1]))
+        return accumulate(tokens, centers, labels)
+
+    monkeypatch.setattr(kmeans, "_accumulate", spy)
+    monkeypatch.setattr(kmeans, "GROUP_TOKENS", 1500)  # each block its own group
+    _assert_same(together, spherical_kmeans(x, 4))
+    restarts = [[s for first, s in read if first == float(block[0, 0])] for block in x]
+    assert len(restarts[0]) < len(restarts[1]) / 2
+    lloyd = restarts[1][:-2]  # the best restart is read twice more
+    assert lloyd == sorted(lloyd, reverse=True)
+    assert lloyd[0] == 10
+    assert 1 <= lloyd[-1] < 10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", DATA)
+def test_cuda_reads_bf16_as_it_is(name: str) -> None:
+    x = DATA[name].bfloat16()
+    here, there = spherical_kmeans(x, 4), spherical_kmeans(x.cuda(), 4)
+    torch.testing.assert_close(here.inertia, there.inertia.cpu(), rtol=1e-3, atol=0)
+    if name != "uniform sphere":  # without clusters rounding can lead to another optimum, as good
+        assert float((here.labels != there.labels.cpu()).float().mean()) < 2e-3
+        torch.testing.assert_close(here.centers, there.centers.cpu(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

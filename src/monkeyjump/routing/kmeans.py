@@ -17,11 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.routing.kmeans_checks import check_arguments, check_tokens
+from monkeyjump.routing.products import add_sums, dots, halves, multiplies_narrow
 
 # Scratch memory of one fit: half for per-token state of a group of blocks, up to half for one chunk of tokens. A single
-# block is never split, so 4 * S * (T + 2) bytes per token is the floor.
+# block is never split, so 4 * S * (T + 4) bytes per token is the floor.
 SCRATCH_BYTES = 256 * 2**20
+# Tokens of a group: they keep a GPU busy. More blocks would save few launches and be read until the slowest is done.
+GROUP_TOKENS = 2**16
 # Iterations between two looks at the result from the host; each look waits for the device.
 CHECK_EVERY = 4
 # Squared chords under this are rounding (a few fp32 ulp of a cosine near 1): the two directions are the same.
@@ -58,21 +61,21 @@ def spherical_kmeans(
     same clusters alone and in a batch; the global random state is neither read nor changed.
     `progress(blocks_done, blocks)` is called after each group of blocks.
     """
-    _check_arguments(x, k, restarts, max_iter, tol)
+    check_arguments(x, k, restarts, max_iter, tol)
     x = x if x.dim() == 3 else x[None]
     trials = 2 + int(math.log(k))  # scikit-learn's number
     generator = torch.Generator().manual_seed(seed)  # on the CPU whatever the device of x, so that devices agree
     draws = torch.rand(k, restarts, trials, generator=generator, dtype=torch.float64).to(x.device)
     blocks, n_tokens, _ = x.shape
-    group = max(1, SCRATCH_BYTES // 2 // (4 * restarts * (trials + 2) * n_tokens))
+    group = max(1, min(SCRATCH_BYTES // 2 // (4 * restarts * (trials + 4)), GROUP_TOKENS) // n_tokens)
     parts = []
     with torch.autocast(x.device.type, enabled=False):
         norms = _token_norms(x)
-        _check_tokens(norms, k)
+        check_tokens(norms, k)
         for start in range(0, blocks, group):
             tokens = _Tokens(x[start : start + group], norms[start : start + group])
-            centers, gain, iterations = _lloyd(tokens, _seed(tokens, draws), max_iter, tol)
-            parts.append(_describe(tokens, *_best_restart(tokens, centers, gain, iterations)))
+            fits = _lloyd(tokens, _seed(tokens, draws), max_iter, tol)
+            parts.append(_describe(tokens, *_best_restart(tokens, fits)))
             if progress is not None:
                 progress(min(start + group, blocks), blocks)
     return KMeansResult(*(torch.cat(field) for field in zip(*parts, strict=True)))
@@ -85,6 +88,10 @@ class _Tokens:
         self.x, self.norms = x_GND, norms_GN
         self.valid = norms_GN > 0
         self.inverse = torch.where(self.valid, 1 / norms_GN, 0.0)
+        narrow = multiplies_narrow(x_GND)
+        self.weight = halves(self.inverse, 1) if narrow else self.inverse  # [G, 2, N] or [G, N]
+        # Matrix units cut off what fp32 would round, once in 16 entries of D, and bf16 halves lack the last 8 bits.
+        self.same_direction = max(4e-6, x_GND.shape[2] * 2.0**-27) if narrow else SAME_DIRECTION
 
     def directions(self, index_GM: Tensor) -> Tensor:
         """Unit vectors [G, M, D] of the tokens at index_GM."""
@@ -93,14 +100,15 @@ class _Tokens:
 
 
 def _chunks(x: Tensor, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
-    """(where, tokens [G, n, D] in fp32); copy and `bytes_per_token` fill the chunk's share of the scratch."""
-    copy = 0 if x.dtype == torch.float32 else 4 * x.shape[2]
+    """(where, tokens [G, n, D] as they are multiplied); copy and `bytes_per_token` fill the chunk's scratch."""
+    as_it_is = x.dtype == torch.float32 or multiplies_narrow(x)
+    copy = 0 if as_it_is else 4 * x.shape[2]
     # A GPU wants few launches. On the CPU 16 MB chunks are reused by malloc, larger ones are mapped anew each time: a
     # bf16 fit of 4 x 20000 x 576, 12 iterations, took 2.5 s of one core instead of 3.9.
     size = max(1, SCRATCH_BYTES // (2 if x.is_cuda else 16) // (x.shape[0] * (copy + bytes_per_token)))
     for start in range(0, x.shape[1], size):
         where = slice(start, min(start + size, x.shape[1]))
-        yield where, x[:, where].float()
+        yield where, x[:, where] if as_it_is else x[:, where].float()
 
 
 def _seed(tokens: _Tokens, draws_KST: Tensor) -> Tensor:
@@ -120,10 +128,10 @@ def _seed(tokens: _Tokens, draws_KST: Tensor) -> Tensor:
             chord, farthest = closest[:, 0].max(-1, keepdim=True)
             index[:, 0] = torch.where(chord > 0, farthest, index[:, 0])  # all T trials the same
         candidates = tokens.directions(index.flatten(1))
-        for where, chunk in _chunks(tokens.x, 8 * S * T):
-            cosine = torch.bmm(candidates, chunk.mT).mul_(tokens.inverse[:, None, where])
+        for where, chunk in _chunks(tokens.x, 12 * S * T):
+            cosine = dots(candidates, chunk).mul_(tokens.inverse[:, None, where])
             chord = cosine.mul_(-2).add_(2).view(G, S, t, -1)
-            chord.masked_fill_(chord < SAME_DIRECTION, 0)
+            chord.masked_fill_(chord < tokens.same_direction, 0)
             torch.minimum(chord, closest[:, :, None, where], out=trial[:, :, :t, where])
         best = trial[:, :, :t].sum(-1, dtype=torch.float64).argmin(-1)[..., None, None]
         closest = trial.take_along_dim(best, 2).squeeze(2)
@@ -133,41 +141,68 @@ def _seed(tokens: _Tokens, draws_KST: Tensor) -> Tensor:
 
 def _draw(weight_GSN: Tensor, draws_ST: Tensor, valid_GN: Tensor) -> Tensor:
     """Token indices [G, S, T] in proportion to the weights; uniform where every weight is 0 (all served exactly)."""
-    picks = []
-    for weight, draws in zip(weight_GSN.unbind(1), draws_ST, strict=True):  # one restart at a time: fp64 [G, N]
-        exact = weight.sum(-1, keepdim=True) == 0
-        cumulative = torch.where(exact, valid_GN.float(), weight).cumsum(-1, dtype=torch.float64)
-        # right=True finds the first token whose cumulative weight exceeds the draw, never one of weight 0
-        picks.append(torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True))
-    return torch.stack(picks, 1).clamp_(max=weight_GSN.shape[-1] - 1)
+    exact = weight_GSN.sum(-1, keepdim=True) == 0
+    cumulative = torch.where(exact, valid_GN[:, None].float(), weight_GSN).cumsum(-1, dtype=torch.float64)
+    # right=True finds the first token whose cumulative weight exceeds the draw, never one of weight 0
+    picks = torch.searchsorted(cumulative, draws_ST * cumulative[..., -1:], right=True)
+    return picks.clamp_(max=weight_GSN.shape[-1] - 1)
 
 
-def _lloyd(tokens: _Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Centres [G, S, K, D], sum of cosines [G, S] and iterations [G, S] of every restart."""
-    centers = centers_GSKD
-    done = torch.zeros(centers.shape[:2], dtype=torch.bool, device=centers.device)
-    iterations = torch.zeros_like(done, dtype=torch.int64)
-    gain = centers.new_zeros(done.shape)
-    for step in range(1, max_iter + 1):
-        sums, counts = _accumulate(tokens, centers)
-        length = sums.norm(dim=-1)
-        gain = length.sum(-1)
-        # An empty cluster keeps its centre, and so does one whose tokens cancel out: neither has a direction.
-        keep = (length <= 1e-6 * counts) | done[..., None]
-        moved = torch.where(keep[..., None], centers, sums / length[..., None])
-        iterations += ~done
-        # covers "no label changed": the same labels give the same sums, so a shift of exactly 0
-        done = done | ((moved - centers).norm(dim=-1).amax(-1) <= tol)
-        centers = moved
-        if step % CHECK_EVERY == 0 or step == max_iter:
-            finished, some_empty = torch.stack([done.all(), (counts == 0).any()]).tolist()
-            if some_empty:
-                centers, reseeded = _reseed_empty(tokens, centers, counts == 0)
-                done = done & ~reseeded
-                finished = bool(done.all())
-            if finished:
-                break
-    return centers, gain, iterations
+@dataclass
+class _Fits:
+    """Restarts under way."""
+
+    centers: Tensor  # [G, S, K, D]
+    gain: Tensor  # [G, S] sum of cosines
+    iterations: Tensor  # [G, S]
+    done: Tensor  # [G, S]
+
+    def pick(self, which_GR: Tensor) -> _Fits:
+        numbers = (self.gain, self.iterations, self.done)
+        centers = self.centers.take_along_dim(which_GR[..., None, None], 1)
+        return _Fits(centers, *(number.gather(1, which_GR) for number in numbers))
+
+    def put(self, which_GR: Tensor, picked: _Fits) -> None:
+        self.centers.scatter_(1, which_GR[..., None, None].expand_as(picked.centers), picked.centers)
+        for name in ("gain", "iterations", "done"):
+            getattr(self, name).scatter_(1, which_GR, getattr(picked, name))
+
+
+def _lloyd(tokens: _Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _Fits:
+    """Every restart until it has converged; those that have are left out from the next look at the device on."""
+    done = torch.zeros(centers_GSKD.shape[:2], dtype=torch.bool, device=centers_GSKD.device)
+    fits = _Fits(centers_GSKD, centers_GSKD.new_zeros(done.shape), torch.zeros_like(done, dtype=torch.int64), done)
+    active = done.shape[1]
+    for start in range(0, max_iter, CHECK_EVERY):
+        # as many of each block as the slowest block has left
+        which = fits.done.int().argsort(dim=1, stable=True)[:, :active]
+        some = fits.pick(which)
+        for _ in range(min(CHECK_EVERY, max_iter - start)):
+            counts = _iterate(tokens, some, tol)
+        active, some_empty = torch.stack([(~some.done).sum(1).max(), (counts == 0).any().long()]).tolist()
+        if some_empty:
+            some.centers, reseeded = _reseed_empty(tokens, some.centers, counts == 0)
+            some.done = some.done & ~reseeded
+            active = int((~some.done).sum(1).max())
+        fits.put(which, some)
+        if not active:
+            break
+    return fits
+
+
+def _iterate(tokens: _Tokens, fits: _Fits, tol: float) -> Tensor:
+    """Move the centres of what is not done, in place; the tokens [G, S, K] that each had before."""
+    sums, counts = _accumulate(tokens, fits.centers)
+    length = sums.norm(dim=-1)
+    # An empty cluster keeps its centre, and so does one whose tokens cancel out: neither has a direction.
+    keep = (length <= 1e-6 * counts) | fits.done[..., None]
+    moved = torch.where(keep[..., None], fits.centers, sums / length[..., None])
+    fits.gain = torch.where(fits.done, fits.gain, length.sum(-1))
+    fits.iterations = fits.iterations + ~fits.done
+    # covers "no label changed": the same labels give the same sums, so a shift of exactly 0
+    fits.done = fits.done | ((moved - fits.centers).norm(dim=-1).amax(-1) <= tol)
+    fits.centers = moved
+    return counts
 
 
 def _accumulate(tokens: _Tokens, centers: Tensor, labels_GSN: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -176,12 +211,12 @@ def _accumulate(tokens: _Tokens, centers: Tensor, labels_GSN: Tensor | None = No
     sums = centers.new_zeros(G, S * K, D)
     counts = torch.zeros(G, S, K, dtype=torch.int64, device=centers.device)
     clusters = torch.arange(K, device=centers.device)[:, None]
-    for where, chunk in _chunks(tokens.x, 10 * S * K + 8 * S):
-        scores = torch.bmm(centers.flatten(1, 2), chunk.mT).view(G, S, K, -1)
+    for where, chunk in _chunks(tokens.x, 14 * S * K + 8 * S):
+        scores = dots(centers.flatten(1, 2), chunk).view(G, S, K, -1)
         nearest = scores.max(2, keepdim=True).indices  # the CPU's argmax over this axis is 10 times slower
         onehot = (nearest == clusters) & tokens.valid[:, None, None, where]
         counts += onehot.sum(-1)
-        sums.baddbmm_((onehot * tokens.inverse[:, None, None, where]).flatten(1, 2), chunk)
+        add_sums(sums, onehot.flatten(1, 2), tokens.weight[..., where], chunk)
         if labels_GSN is not None:
             labels_GSN[:, :, where] = nearest.squeeze(2)
     return sums.view(G, S, K, D), counts
@@ -196,7 +231,7 @@ def _reseed_empty(tokens: _Tokens, centers: Tensor, empty_GSK: Tensor) -> tuple[
     slots = torch.arange(empty_GSK.shape[2], device=centers.device)
     for _ in range(int(empty_GSK.sum(-1).max())):
         chord, index = _worst_served(tokens, centers, empty_GSK)
-        fix = empty_GSK.any(-1) & (chord > SAME_DIRECTION)
+        fix = empty_GSK.any(-1) & (chord > tokens.same_direction)
         slot = (slots == empty_GSK.int().argmax(-1, keepdim=True)) & fix[..., None]
         centers = torch.where(slot[..., None], tokens.directions(index)[:, :, None], centers)
         empty_GSK = empty_GSK & ~slot
@@ -209,8 +244,8 @@ def _worst_served(tokens: _Tokens, centers: Tensor, empty_GSK: Tensor) -> tuple[
     G, S, K, _ = centers.shape
     chord = centers.new_full((G, S), -1.0)
     index = torch.zeros_like(chord, dtype=torch.int64)
-    for where, chunk in _chunks(tokens.x, 8 * S * K + 8 * S):
-        scores = torch.bmm(centers.flatten(1, 2), chunk.mT).view(G, S, K, -1)
+    for where, chunk in _chunks(tokens.x, 12 * S * K + 8 * S):
+        scores = dots(centers.flatten(1, 2), chunk).view(G, S, K, -1)
         cosine = scores.masked_fill_(empty_GSK[..., None], -math.inf).amax(2) * tokens.inverse[:, None, where]
         far, at = (2 - 2 * cosine).masked_fill_(~tokens.valid[:, None, where], -1.0).max(-1)
         index = torch.where(far > chord, at + where.start, index)
@@ -218,18 +253,18 @@ def _worst_served(tokens: _Tokens, centers: Tensor, empty_GSK: Tensor) -> tuple[
     return chord, index
 
 
-def _best_restart(tokens: _Tokens, centers: Tensor, gain: Tensor, iterations: Tensor) -> tuple[Tensor, Tensor]:
+def _best_restart(tokens: _Tokens, fits: _Fits) -> tuple[Tensor, Tensor]:
     """Centres [G, 1, K, D] of the restart with the largest sum of cosines, without an empty cluster; its iterations."""
     # the first of those that differ by rounding alone: many restarts find the same clusters
-    best = (gain >= gain.amax(1, keepdim=True) * (1 - 1e-6)).int().argmax(1, keepdim=True)
-    centers = centers.take_along_dim(best[..., None, None], 1)
+    best = (fits.gain >= fits.gain.amax(1, keepdim=True) * (1 - 1e-6)).int().argmax(1, keepdim=True)
+    centers = fits.pick(best).centers
     # A reseeded centre can take the last tokens of another cluster; each serves some token better and none worse.
     for _ in range(centers.shape[2]):
         _, counts = _accumulate(tokens, centers)
         if not bool((counts == 0).any()):
             break
         centers, _ = _reseed_empty(tokens, centers, counts == 0)
-    return centers, iterations.gather(1, best).squeeze(1)
+    return centers, fits.iterations.gather(1, best).squeeze(1)
 
 
 def _describe(tokens: _Tokens, centers_G1KD: Tensor, iterations_G: Tensor) -> tuple[Tensor, ...]:
@@ -258,43 +293,5 @@ def _token_norms(x: Tensor) -> Tensor:
     norms = torch.empty(x.shape[:2], device=x.device)
     for block, out in zip(x, norms, strict=True):
         for where, chunk in _chunks(block[None], 4 * x.shape[2]):
-            out[where] = chunk[0].norm(dim=-1)
+            out[where] = torch.linalg.vector_norm(chunk[0], dim=-1, dtype=torch.float32)
     return norms
-
-
-def _check_arguments(x: Tensor, k: int, restarts: int, max_iter: int, tol: float) -> None:
-    problems = [
-        f"{name} is {value}; it must be at least 1."
-        for name, value in (("k", k), ("restarts", restarts), ("max_iter", max_iter))
-        if value < 1
-    ]
-    if not tol >= 0:
-        problems.append(f"tol is {tol}; it must be 0 or more.")
-    if x.dim() not in (2, 3) or 0 in x.shape:
-        problems.append(f"x has shape {list(x.shape)}; expected [blocks, tokens, hidden] or [tokens, hidden].")
-    elif x.shape[-2] < k:
-        problems.append(f"x has {x.shape[-2]} tokens for {k} clusters; collect more tokens or lower k.")
-    if not x.is_floating_point():
-        problems.append(f"x is {x.dtype}; expected floating-point hidden states.")
-    if problems:
-        raise ConfigError(problems, title="cannot cluster these tokens")
-
-
-def _check_tokens(norms_LN: Tensor, k: int) -> None:
-    """Refuse NaN, inf and blocks with too few tokens to cluster; waits for the device once."""
-    n_tokens = norms_LN.shape[1]
-    bad, usable = torch.stack([(~norms_LN.isfinite()).sum(1), (norms_LN > 0).sum(1)]).tolist()
-    problems = []
-    for block, (n_bad, n_usable) in enumerate(zip(bad, usable, strict=True)):
-        if n_bad:
-            problems.append(
-                f"block {block}: {n_bad} of {n_tokens} tokens hold NaN or inf, or a norm beyond fp32; "
-                "the likely cause is fp16 overflow, run the model in bf16 or fp32."
-            )
-        elif n_usable < k:
-            problems.append(
-                f"block {block}: {n_usable} of {n_tokens} tokens have a norm above 0, too few for {k} clusters; "
-                "collect more tokens or lower k."
-            )
-    if problems:
-        raise ConfigError(problems, title="cannot cluster these tokens")

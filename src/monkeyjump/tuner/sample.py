@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.granularity import pool_rows, select
+from monkeyjump.routing.granularity import Selection, pool_rows, select
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 
 if TYPE_CHECKING:
@@ -43,8 +44,11 @@ class Reservoir:
         """Which of `count` new items are kept, and in which slots."""
         size = len(self)
         keys = torch.cat([self._keys, torch.rand(count, dtype=torch.float64, generator=self._generator)])
-        kept = torch.topk(keys, min(self.capacity, keys.shape[0]), largest=False).indices
+        kept = torch.arange(keys.shape[0])
+        if keys.shape[0] > self.capacity:  # unsorted: sorting all that is kept takes longer than the rest of this
+            kept = torch.topk(keys, self.capacity, largest=False, sorted=False).indices
         entering = kept[kept >= size]
+        entering = entering[keys[entering].argsort()]
         stays = torch.zeros(size, dtype=torch.bool)
         stays[kept[kept < size]] = True
         free = torch.arange(size, min(self.capacity, size + entering.shape[0]))
@@ -53,6 +57,15 @@ class Reservoir:
         self._keys[slots] = keys[entering]
         self.seen += count
         return entering - size, slots
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What a batch gives to the sample of every block of a group, on one device."""
+
+    selection: Selection
+    rows: torch.Tensor  # of the flat states, [n]
+    slots: torch.Tensor  # of the sample, [n]
 
 
 class TokenCollector:
@@ -67,39 +80,50 @@ class TokenCollector:
         self.tokens: dict[str, torch.Tensor] = {}  # block path -> [capacity, D]
         self.reservoirs: dict[int, Reservoir] = {}
         self._picks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._placed: dict[tuple, _Placed] = {}
 
     def next_batch(self, labels: torch.Tensor | None) -> None:
         self.labels = labels
         self._picks = {}
+        self._placed = {}
 
     def observe(self, router: BlockRouter, h: torch.Tensor) -> None:
         if self.adapter_name not in router.layers:
             return
-        selection = select(
-            router.group.call_inputs((h.shape[0], h.shape[1]), h.device),
-            self.config.granularity,
-            self.config.sequence_token,
-        )
-        if selection.pool is not None:
-            h = pool_rows(h, selection.mask, selection.pool)
-        flat = h.detach().reshape(-1, h.shape[-1])
-        if id(router.group) not in self._picks:
-            self._picks[id(router.group)] = self._pick(router.group, selection.queries, flat.shape[0])
-        rows, slots = self._picks[id(router.group)]
+        placed = self._place(router.group, h)
         if router.path not in self.tokens:
-            self._allocate(router.group, h)
+            self._allocate(router.group, h, h.dtype if placed.selection.pool is None else torch.float32)
+        if placed.rows.shape[0] == 0:
+            return
+        if placed.selection.pool is not None:
+            h = pool_rows(h, placed.selection.mask, placed.selection.pool)
         store = self.tokens[router.path]
-        store[slots.to(store.device)] = flat[rows.to(flat.device)].to(store.device)
+        states = h.detach().reshape(-1, h.shape[-1]).index_select(0, placed.rows)
+        # without a copy where the sample lies beside the model: the slots are there already
+        store.index_copy_(0, placed.slots.to(store.device), states.to(store.device))
+
+    def _place(self, group: BlockGroup, h: torch.Tensor) -> _Placed:
+        """Selection and picks are those of the batch: blocks after the first of a group on a device look them up."""
+        shape = (h.shape[0], h.shape[1])
+        key = (id(group), shape, h.device)
+        if key not in self._placed:
+            selection = select(group.call_inputs(shape, h.device), self.config.granularity, self.config.sequence_token)
+            if id(group) not in self._picks:
+                total = shape[0] if selection.pool is not None else shape[0] * shape[1]
+                self._picks[id(group)] = self._pick(group, selection.queries, total)
+            rows, slots = self._picks[id(group)]
+            self._placed[key] = _Placed(selection, _sent(rows, h.device), _sent(slots, h.device))
+        return self._placed[key]
 
     def sample(self, router: BlockRouter) -> torch.Tensor:
         """The kept states of a block, [N, D]."""
         return self.tokens[router.path][: len(self.reservoirs[id(router.group)])]
 
-    def _allocate(self, group: BlockGroup, h: torch.Tensor) -> None:
+    def _allocate(self, group: BlockGroup, h: torch.Tensor, dtype: torch.dtype) -> None:
         """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time."""
         paths = [path for path, router in group.routers.items() if self.adapter_name in router.layers]
         shape = (len(paths), self.capacity, h.shape[-1])
-        store = torch.zeros(shape, dtype=h.dtype, device=_storage_device(shape, h))
+        store = torch.zeros(shape, dtype=dtype, device=_storage_device(shape, h.device, dtype))
         self.tokens.update(zip(paths, store, strict=True))
 
     def full(self) -> bool:
@@ -107,7 +131,7 @@ class TokenCollector:
 
     def _pick(self, group: BlockGroup, queries: torch.Tensor | None, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         reservoir = self.reservoirs.setdefault(id(group), Reservoir(self.capacity, self.seed))
-        candidates = torch.arange(total) if queries is None else queries.flatten().nonzero().squeeze(-1).cpu()
+        candidates = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
         entering, slots = reservoir.offer(candidates.shape[0])
         return candidates[entering], slots
 
@@ -177,9 +201,14 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = disabled
 
 
-def _storage_device(shape: tuple[int, ...], h: torch.Tensor) -> torch.device:
+def _storage_device(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.device:
     """Beside the model if the sample takes less than half of the free memory there, else in main memory."""
-    if h.device.type != "cuda":
-        return h.device
-    free, _ = torch.cuda.mem_get_info(h.device)
-    return h.device if math.prod(shape) * h.element_size() < free / 2 else torch.device("cpu")
+    if device.type != "cuda":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if math.prod(shape) * dtype.itemsize < free / 2 else torch.device("cpu")
+
+
+def _sent(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The indices there. To a GPU from pinned memory: a copy from other memory waits for all work in the queue."""
+    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)
