@@ -126,17 +126,18 @@ def test_either_gradient_of_down_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype) -> None:
     """With operands that the dtype holds exactly, only the sums are left to be wrong: they are as good as fp32's."""
+    close = 3e-6 if DEVICE.type == "cuda" else 1e-6  # matrix units cut off where others round
     case = Case(N=TALL + 6, D=WIDE + 44, outs=(WIDE + 3,), R=2, dtype=dtype)
     (A,), (B,), (dz,), z = (
         *([guarded(value.to(dtype).float()) for value in values] for values in (case.downs(), case.ups(), case.dzs())),
         guarded(case.z().to(dtype).float()),
     )
     x, (dy,) = case.x(), case.bases()
-    assert error(kernels.down(x, [A], None), x.double() @ A.double().T) < 1e-6
+    assert error(kernels.down(x, [A], None), x.double() @ A.double().T) < close
     (t,), (dB,) = up_backward([dy], z, [B], Strengths.single(1.0), False)
-    assert error(t, dy.double() @ B.double()) < 1e-6
-    assert error(dB, dy.double().T @ z.double()) < 1e-6
-    assert error(kernels.down_backward_alone(x, dz, [A], None, None)[1], dz.double().T @ x.double()) < 1e-6
+    assert error(t, dy.double() @ B.double()) < close
+    assert error(dB, dy.double().T @ z.double()) < close
+    assert error(kernels.down_backward_alone(x, dz, [A], None, None)[1], dz.double().T @ x.double()) < close
 
 
 def test_the_mask_is_the_references_entry_by_entry() -> None:
