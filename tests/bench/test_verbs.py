@@ -215,15 +215,15 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_scaling_with_few_points_and_compiled_blocks(tmp_path: Path) -> None:
     options = ["--methods", "mjlora", "--layers", "2", "--modes", "compile", "--compile", "blocks"]
-    few = ["--points", "2", "--axes", "rank,blocks", "--steps", "2", "--warmup", "1", "--backend", "aot_eager"]
+    few = ["--points", "2", "--axes", "rank", "--steps", "2", "--warmup", "1", "--backend", "aot_eager"]
     content = bench("scaling", tmp_path, *options, *few)
     rows = content["metrics"]["rows"]
     assert [row["value"] for row in rows if (row["variant"], row["axis"]) == ("mjlora", "rank")] == [2, 32]
-    assert {row["value"] for row in rows if row["axis"] == "blocks"} == {1, 2}
     for row in rows:
         assert row["status"] == "ok", row
+    # a compiled step is not counted on a CPU: the picture shows its time alone
     found = content["metrics"]["exponents"]
-    assert len(found) == 5  # the floor has no rank
+    assert [item["variant"] for item in found] == ["peft-lora", "mjlora"]  # the floor has no rank
     assert all(item["points"] == 2 and item["time"] is not None for item in found)
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
