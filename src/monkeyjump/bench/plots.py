@@ -97,6 +97,7 @@ def scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | No
         for panel, (key, label, unit) in zip(axes[:, column], measures, strict=True):
             for line, (variant, mode) in enumerate(lines):
                 found = [row for row in on_axis if (row["variant"], row["mode"]) == (variant, mode) and row.get(key)]
+                found.sort(key=lambda row: row["value"])  # jobs side by side end in any order
                 panel.plot(
                     [row["value"] for row in found],
                     [row[key] / unit for row in found],
