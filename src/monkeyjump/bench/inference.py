@@ -235,8 +235,9 @@ class _BlockCall:
         import torch._dynamo
 
         self.call, self.block, self.cache = call, block, _LayerCache(layer)
-        for tensor in (layer.keys, layer.values, layer.cumulative_length):
-            torch._dynamo.mark_static_address(tensor, guard=False)  # with a guard on it: a graph for every block
+        for tensor in vars(layer).values():
+            if isinstance(tensor, torch.Tensor):  # its address stays; a guard on it would be a graph for every block
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     def __call__(self, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
         return self.call(self.block, *args, past_key_values=self.cache, **kwargs)
