@@ -167,6 +167,7 @@ def test_commands_carry_no_machine_paths(tmp_path, monkeypatch):
         "--data=glue",
         "a/b=c",
     ]
+    assert portable_command(["/opt/x/site-packages/monkeyjump/__main__.py", "bench"]) == ["monkeyjump", "bench"]
     assert portable_command([]) == []
 
 

@@ -38,7 +38,10 @@ def portable_command(argv: Sequence[str]) -> list[str]:
     """The command as given, without this machine's folders: absolute paths become relative to here, or a bare name."""
     if not argv:
         return []
-    return [PurePosixPath(argv[0].replace("\\", "/")).name, *(_portable(argument) for argument in argv[1:])]
+    program = PurePosixPath(argv[0].replace("\\", "/"))
+    if program.name == "__main__.py":  # `python -m monkeyjump`, the same as the command
+        program = program.parent
+    return [program.name, *(_portable(argument) for argument in argv[1:])]
 
 
 def _portable(argument: str) -> str:

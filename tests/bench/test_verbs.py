@@ -68,6 +68,32 @@ def test_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         if mode != "prefill":
             assert row["equal_tokens"] == 1
             assert row["logit_deviation"] < 1e-5
+        if mode == "decode-compile":
+            assert (row["compiled_graphs"], row["recompiled_while_timed"]) == (1, 0)
+    assert content["config"]["compile"] == "blocks"
+
+
+@pytest.mark.parametrize("variant", ["base", "peft-lora", "mjlora", "moelora", "more"])
+@pytest.mark.parametrize("part", ["blocks", "model"])
+def test_blocks_of_a_generation_share_their_graph(variant: str, part: str) -> None:
+    """Each block writes into its own layer of the cache, through the graph that was made for the first."""
+    deep = Workload(**{**vars(TINY), "layers": 3})
+    modes = ("decode", "decode-compile")
+    run = InferenceRun(variant, InferenceSettings(deep, modes, new=5, repeats=1, compile=part, backend="aot_eager"))
+    run.warm_up()
+    plain, compiled = run.rows()
+    assert plain["status"] == compiled["status"] == "ok", compiled
+    assert (compiled["compiled_graphs"], compiled["recompiled_while_timed"]) == (1, 0)
+    assert plain["equal_tokens"] == compiled["equal_tokens"] == 1
+    assert plain["logit_deviation"] == 0
+    assert compiled["logit_deviation"] < 1e-5
+    calls = [block._compiled_call_impl for block in run.built.decoder.layers]
+    assert all((call is not None) == (part == "blocks") for call in calls)
+
+
+def test_what_is_compiled_of_a_generation_must_be_known() -> None:
+    with pytest.raises(mj.ConfigError, match="compile='layers' must be one of blocks, model"):
+        InferenceSettings(TINY, ("decode",), compile="layers")
 
 
 @pytest.mark.parametrize("method", ["mjlora", "moelora"])
@@ -143,6 +169,30 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
+def test_memory_of_compiled_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no allocator counts, a compiled step has no peak; it is timed all the same."""
+    options = ["--methods", "mjlora", "--modes", "compile", "--compile", "blocks", "--backend", "aot_eager"]
+    content = bench("memory", tmp_path, *options, "--steps", "2", "--warmup", "1")
+    assert "compile, loss without logits (torch)" in " ".join(narrow(capsys).split())
+    rows = content["metrics"]["rows"]
+    assert {(row["variant"], row["loss"]) for row in rows} >= {("mjlora", "logits"), ("mjlora", "torch")}
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["recompiled_while_timed"] == 0
+    [reason] = content["extra"]["liger"]
+    assert "liger" in reason
+
+
+def test_a_record_names_no_folder_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command as it is typed, wherever the program and its output lie."""
+    given = ["bench", "ops", "--device", "cpu", "--ops", "routing", "--tokens", "8", "--widths", "8", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin" / "monkeyjump"), *given, "--output", str(tmp_path / "out")])
+    assert main() == 0
+    text = (tmp_path / "out" / "record.json").read_text()
+    assert json.loads(text)["command"] == ["monkeyjump", *given, "--output", "out"]
+    assert str(tmp_path) not in text
+
+
 def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--methods", "mjlora", "--layers", "1", "--steps", "2", "--warmup", "1", "--batch", "4"]
     content = bench("scaling", tmp_path, *options, "--axes", "tokens,experts")
@@ -157,8 +207,32 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         if name != "floor":
             assert 0.8 < row["memory_above_floor"] < 1.02
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    assert main(["bench", "scaling", *SMALL, "--axes", "depth", "--output", str(tmp_path)]) == 2
-    assert "axes='depth'" in capsys.readouterr().err
+    assert main(["bench", "scaling", *SMALL, "--axes", "depth", "--points", "1", "--output", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "axes='depth'" in told
+    assert "points=1" in told
+
+
+def test_scaling_with_few_points_and_compiled_blocks(tmp_path: Path) -> None:
+    options = ["--methods", "mjlora", "--layers", "2", "--modes", "compile", "--compile", "blocks"]
+    few = ["--points", "2", "--axes", "rank", "--steps", "2", "--warmup", "1", "--backend", "aot_eager"]
+    content = bench("scaling", tmp_path, *options, *few)
+    rows = content["metrics"]["rows"]
+    assert [row["value"] for row in rows if (row["variant"], row["axis"]) == ("mjlora", "rank")] == [2, 32]
+    for row in rows:
+        assert row["status"] == "ok", row
+    # a compiled step is not counted on a CPU: the picture shows its time alone
+    found = content["metrics"]["exponents"]
+    assert [item["variant"] for item in found] == ["peft-lora", "mjlora"]  # the floor has no rank
+    assert all(item["points"] == 2 and item["time"] is not None for item in found)
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_few_of_many_points() -> None:
+    found = scaling.points("mjlora", TINY, "rank")
+    chosen = {most: [value for value, _ in scaling.spread(found, most)] for most in (None, 2, 3, 4, 9)}
+    every = [2, 4, 8, 16, 32]
+    assert chosen == {None: every, 2: [2, 32], 3: [2, 8, 32], 4: [2, 4, 16, 32], 9: every}
 
 
 @pytest.mark.parametrize(

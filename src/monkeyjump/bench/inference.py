@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from monkeyjump.bench import timing
+from monkeyjump.bench import compiling, timing
 from monkeyjump.bench.jobs import Row, failure
 from monkeyjump.bench.report import Table, number, ratio
 from monkeyjump.bench.variants import FLOOR, Workload, build
 from monkeyjump.errors import ConfigError
+from monkeyjump.training.compile import whole_call
 
 BASE = "base"  # the model without adapters
 MODES = ("prefill", "decode", "decode-compile", "decode-graph")
@@ -31,10 +33,13 @@ class InferenceSettings:
     modes: tuple[str, ...] = MODES
     new: int = 64
     repeats: int = 5
+    compile: str = "blocks"  # what is compiled at once: each block, or the causal LM
     backend: str = "inductor"
 
     def __post_init__(self) -> None:
         problems = [f"modes={mode!r} must be one of {', '.join(MODES)}." for mode in self.modes if mode not in MODES]
+        if self.compile not in compiling.PARTS:
+            problems.append(f"compile={self.compile!r} must be one of {', '.join(compiling.PARTS)}.")
         if "decode-graph" in self.modes and not timing.is_cuda(self.workload.device):
             problems.append("modes='decode-graph' needs a GPU: CUDA graphs exist on no other device.")
         if self.new < 2 or self.repeats < 1:
@@ -71,8 +76,10 @@ class InferenceRun:
         self.cache = StaticCache(config=config, max_cache_len=workload.tokens + settings.new)
         self.token = torch.zeros(workload.batch, 1, dtype=torch.long, device=self.device)
         self.logits: torch.Tensor | None = None  # of the last decoded token, [B, V]
-        self.compiled: Any = None
+        self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
+        self.using = False  # whether the modules are called compiled
         self.compile_seconds: float | None = None
+        self.graphs = 0
         self.failed: dict[str, Row] = {}
         self.reference: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens and first logits of plain decoding
 
@@ -102,23 +109,31 @@ class InferenceRun:
         timing.release_cache(self.device)
 
     def _compile(self) -> None:
-        start = time.perf_counter()
-        self.model.compile(fullgraph=True, dynamic=False, backend=self.settings.backend)
-        self.compiled = self.model._compiled_call_impl
-        self._use(compiled=False)
+        blocks = self.built.decoder.layers
+        compiling.allow_graphs(len(blocks))
+        start, before = time.perf_counter(), compiling.graphs()
+        call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=self.settings.backend)
+        if self.settings.compile == "model":
+            self.compiled = [(self.model, partial(call, self.model))]
+        else:
+            pairs = zip(blocks, self.cache.layers, strict=True)
+            self.compiled = [(block, _BlockCall(call, block, layer)) for block, layer in pairs]
         self.prefill()
         self._use(compiled=True)
         for _ in range(SETTLE):
             self.decode_one()
         timing.synchronize(self.device)
         self.compile_seconds = time.perf_counter() - start
+        self.graphs = compiling.graphs() - before
 
     def _use(self, compiled: bool) -> None:
-        self.model._compiled_call_impl = self.compiled if compiled else None
+        self.using = compiled
+        for part, call in self.compiled:
+            part._compiled_call_impl = call if compiled else None
 
     def _generate(self, decode: Callable[[], object]) -> tuple[torch.Tensor, torch.Tensor]:
         """All new tokens [B, S] after the prompt, and the logits of the first one that was decoded, [B, V]."""
-        compiled = self.model._compiled_call_impl is not None
+        compiled = self.using
         self._use(compiled=False)
         self.prefill()
         self._use(compiled)
@@ -160,6 +175,7 @@ class InferenceRun:
         settings = self.settings
         self._use(compiled=mode != "decode")
         decode = self._captured() if mode == "decode-graph" else self.decode_one
+        graphs = compiling.graphs()
         tokens, logits = self._generate(decode)
         found = []
         for _ in range(settings.repeats):
@@ -175,7 +191,8 @@ class InferenceRun:
         scale = first.abs().max()
         row["logit_deviation"] = float((logits.float() - first.float()).abs().max() / scale)
         if mode != "decode":
-            row["compile_seconds"] = self.compile_seconds
+            row |= {"compile_seconds": self.compile_seconds, "compiled_graphs": self.graphs}
+            row["recompiled_while_timed"] = compiling.graphs() - graphs
         return row
 
     def _captured(self) -> Callable[[], None]:
@@ -199,6 +216,31 @@ class InferenceRun:
             self.logits = captured
 
         return replay
+
+
+class _LayerCache:
+    """The cache as one block sees it. Asked for a layer by its index, the graph of a block would fit no other block."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return self.layer.update(keys, values, *args, **kwargs)
+
+
+class _BlockCall:
+    """Stands for a block's call where torch itself puts a compiled one. `layer` is its own, already filled once."""
+
+    def __init__(self, call: Callable[..., Any], block: Any, layer: Any) -> None:
+        import torch._dynamo
+
+        self.call, self.block, self.cache = call, block, _LayerCache(layer)
+        for tensor in vars(layer).values():
+            if isinstance(tensor, torch.Tensor):  # its address stays; a guard on it would be a graph for every block
+                torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def __call__(self, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
+        return self.call(self.block, *args, past_key_values=self.cache, **kwargs)
 
 
 def inference_tables(rows: Sequence[Row], title: str) -> list[Table]:

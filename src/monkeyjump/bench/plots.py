@@ -80,21 +80,24 @@ def memory(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | Non
 
 
 def scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | None:
-    """Time above, memory of the step below; one column per axis, both scales logarithmic."""
+    """Time above and, where it was counted, memory of the step below; one column per axis, scales logarithmic."""
     plt = pyplot()
     rows = [row for row in rows if row["status"] == "ok" and row["value"]]
     axes_names = list(dict.fromkeys(row["axis"] for row in rows))
     if plt is None or not rows:
         return None
-    figure, axes = plt.subplots(
-        2, len(axes_names), figsize=(3.2 * len(axes_names), 5.6), squeeze=False, sharex="col", layout="constrained"
-    )
+    measures = [("median_ms", "ms", 1)]
+    if any(row.get("extra_bytes") for row in rows):
+        measures.append(("extra_bytes", "MiB above the model", 2**20))
+    size, shape = (3.2 * len(axes_names), 0.8 + 2.4 * len(measures)), (len(measures), len(axes_names))
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharex="col", layout="constrained")
     lines = list(dict.fromkeys((row["variant"], row["mode"]) for row in rows))
     for column, name in enumerate(axes_names):
         on_axis = [row for row in rows if row["axis"] == name]
-        for panel, key, unit in ((axes[0][column], "median_ms", 1), (axes[1][column], "extra_bytes", 2**20)):
+        for panel, (key, label, unit) in zip(axes[:, column], measures, strict=True):
             for line, (variant, mode) in enumerate(lines):
                 found = [row for row in on_axis if (row["variant"], row["mode"]) == (variant, mode) and row.get(key)]
+                found.sort(key=lambda row: row["value"])  # jobs side by side end in any order
                 panel.plot(
                     [row["value"] for row in found],
                     [row[key] / unit for row in found],
@@ -104,9 +107,9 @@ def scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | No
                     label=f"{variant}, {mode}",
                 )
             _logarithmic(panel, sorted({row["value"] for row in on_axis}))
-        axes[1][column].set_xlabel(name, fontsize=9)
-    axes[0][0].set_ylabel("ms", fontsize=9)
-    axes[1][0].set_ylabel("MiB above the model", fontsize=9)
+            if column == 0:
+                panel.set_ylabel(label, fontsize=9)
+        axes[-1][column].set_xlabel(name, fontsize=9)
     figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
     return _saved(plt, figure, path, title)
 

@@ -25,10 +25,13 @@ PROJECTION_COUNTS = (2, 3, 5, 7)
 MEASURES = ("time", "time_above_floor", "memory", "memory_above_floor")
 
 
-def scaling_jobs(settings: StepSettings, names: list[str], axes: Sequence[str]) -> list[Job]:
-    unknown = [axis for axis in axes if axis not in AXES]
-    if unknown:
-        raise ConfigError([f"axes={axis!r} must be one of {', '.join(AXES)}." for axis in unknown])
+def scaling_jobs(settings: StepSettings, names: list[str], axes: Sequence[str], most: int | None = None) -> list[Job]:
+    """The floor, then every variant at the points of every axis, or at `most` of them."""
+    problems = [f"axes={axis!r} must be one of {', '.join(AXES)}." for axis in axes if axis not in AXES]
+    if most is not None and most < 2:
+        problems.append(f"points={most} must be at least 2: one point has no slope.")
+    if problems:
+        raise ConfigError(problems)
 
     def job(name: str, workload: Workload, axis: str, value: int) -> Job:
         chosen = asdict(replace(settings, workload=workload))
@@ -40,8 +43,16 @@ def scaling_jobs(settings: StepSettings, names: list[str], axes: Sequence[str]) 
     jobs = [job(FLOOR, settings.workload, BASE, 0)]
     for axis in axes:
         for name in names:
-            jobs += [job(name, workload, axis, value) for value, workload in points(name, settings.workload, axis)]
+            chosen = spread(points(name, settings.workload, axis), most)
+            jobs += [job(name, workload, axis, value) for value, workload in chosen]
     return jobs
+
+
+def spread(found: list[tuple[int, Workload]], most: int | None) -> list[tuple[int, Workload]]:
+    """At most so many of the points, both ends and what lies evenly between them."""
+    if most is None or len(found) <= most:
+        return found
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
 
 
 def points(name: str, workload: Workload, axis: str) -> list[tuple[int, Workload]]:

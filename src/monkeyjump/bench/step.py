@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from monkeyjump.bench import gradients, tensors, timing
+from monkeyjump.bench import compiling, gradients, tensors, timing
 from monkeyjump.bench.batch import make_batch, run_blocks, run_model
 from monkeyjump.bench.jobs import Row, failure
 from monkeyjump.bench.variants import Built, Workload, build, plain_model, skip_masks
@@ -21,7 +21,6 @@ from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, liger_kerne
 
 MODES = ("eager", "compile", "graph")
 SCOPES = ("blocks", "model")
-COMPILED_PARTS = ("blocks", "model")
 SETTLE = 3  # steps until a compiled model compiles no more: the first leaves losses and gradients behind
 
 
@@ -45,7 +44,7 @@ class StepSettings:
         problems = []
         for name, value, known in (
             ("scope", self.scope, SCOPES),
-            ("compile", self.compile, COMPILED_PARTS),
+            ("compile", self.compile, compiling.PARTS),
             *(("modes", mode, MODES) for mode in self.modes),
         ):
             if value not in known:
@@ -160,13 +159,9 @@ class StepRun:
         self._tidy()
 
     def _compile(self) -> None:
-        import torch._dynamo
-
         settings, decoder = self.settings, self.built.decoder
-        # the blocks share one code object, and each may need a graph of its own
-        torch._dynamo.config.recompile_limit = max(64, 8 * len(decoder.layers))
-        torch._dynamo.config.accumulated_recompile_limit = 16 * torch._dynamo.config.recompile_limit
-        start, before = time.perf_counter(), _graphs()
+        compiling.allow_graphs(len(decoder.layers))
+        start, before = time.perf_counter(), compiling.graphs()
         if self.built.context is not None:
             self.built.context.sharing.prepare()
         call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=settings.backend)
@@ -177,7 +172,7 @@ class StepRun:
             self.step()
         timing.synchronize(self.device)
         self.compile_seconds = time.perf_counter() - start
-        self.graphs = _graphs() - before
+        self.graphs = compiling.graphs() - before
         self._require_gradients("compile")
         if settings.check:
             found = self._gradients_of_one_step()
@@ -214,7 +209,7 @@ class StepRun:
         call: Callable[[], None] = self.step
         if mode == "graph":
             call, captured_peak = self._captured()
-        graphs = _graphs()
+        graphs = compiling.graphs()
         for _ in range(settings.warmup):
             call()
         timing.reset_peak(self.device)
@@ -235,7 +230,7 @@ class StepRun:
         }
         if mode != "eager":
             row |= {"compile_seconds": self.compile_seconds, "compiled_graphs": self.graphs}
-            row["recompiled_while_timed"] = _graphs() - graphs
+            row["recompiled_while_timed"] = compiling.graphs() - graphs
         if mode in self.deviations:
             row["gradient_deviation"] = self.deviations[mode]
         if settings.profile and mode == [known for known in MODES if known in settings.modes][-1]:
@@ -279,10 +274,3 @@ class StepRun:
     def _drop_gradients(self) -> None:
         for leaf in self.leaves:
             leaf.grad = None
-
-
-def _graphs() -> int:
-    """How many graphs the compiler has made so far."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])

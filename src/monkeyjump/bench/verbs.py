@@ -70,8 +70,8 @@ def peaks(options: Namespace, tell: Tell) -> Outcome:
 
 def growth(options: Namespace, tell: Tell) -> Outcome:
     settings, names, axes = _step_settings(options, ("graph",)), _names(options), options.axes.split(",")
-    jobs = scaling.scaling_jobs(settings, names, axes)
-    session = _session(options, {**asdict(settings), "methods": names, "axes": axes})
+    jobs = scaling.scaling_jobs(settings, names, axes, options.points)
+    session = _session(options, {**asdict(settings), "methods": names, "axes": axes, "points": options.points})
     session.same = scaling.SAME
     session.measure(jobs, _crew(options, session), tell)
     found = session.record.metrics["exponents"] = scaling.exponents(session.rows)
@@ -84,7 +84,9 @@ def generation(options: Namespace, tell: Tell) -> Outcome:
     workload = _workload(options)
     default = inference.MODES if workload.device.startswith("cuda") else inference.MODES[:2]
     modes = tuple(options.modes.split(",")) if options.modes else default
-    settings = inference.InferenceSettings(workload, modes, options.new, options.repeats, options.backend)
+    settings = inference.InferenceSettings(
+        workload, modes, options.new, options.repeats, options.compile, options.backend
+    )
     names = [inference.BASE if name == FLOOR else name for name in _names(options)]
     plain = asdict(settings)
     session = _session(options, {**plain, "methods": names})

@@ -68,6 +68,7 @@ def _add_step(parser: argparse.ArgumentParser, kind: str) -> None:
     if kind == "scaling":
         axes = "tokens,rank,experts,blocks"
         parser.add_argument("--axes", default=axes, metavar="A,B,...", help="what grows (default: %(default)s)")
+        parser.add_argument("--points", type=int, metavar="N", help="at most N on each axis, its ends with them")
     if kind != "memory":
         parser.add_argument(
             "--scope", default="blocks", help="blocks: no head, no loss; model: with both (default: %(default)s)"
@@ -84,6 +85,7 @@ def _add_inference(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,...",
         help="prefill, decode, decode-compile, decode-graph (default: all; on cpu the first two)",
     )
+    parser.add_argument("--compile", default="blocks", help="blocks: each by itself (default); model: all at once")
     parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens decoded (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="generations (default: %(default)s)")
 
