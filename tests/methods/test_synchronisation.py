@@ -9,6 +9,7 @@ import torch
 from peft import get_peft_model
 
 from monkeyjump import methods
+from monkeyjump.bench.variants import skip_masks
 from tests.helpers import disturb, tiny_llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,7 +21,7 @@ def built(method: str) -> Any:
     config = methods.build(method, preset="mj_paper", target_modules=["q_proj", "v_proj"], **settings)
     config.task_type = "CAUSAL_LM"
     base = tiny_llama(4)
-    base.set_attn_implementation("eager")  # the others ask the host whether there is any padding
+    skip_masks(base)  # Transformers asks the host about padding where it makes masks
     model = get_peft_model(base, config).cuda().train()
     disturb(model)
     return model

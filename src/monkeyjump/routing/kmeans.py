@@ -23,8 +23,10 @@ from monkeyjump.routing.products import add_sums, dots, halves, multiplies_narro
 # Scratch memory of one fit: half for per-token state of a group of blocks, up to half for one chunk of tokens. A single
 # block is never split, so 4 * S * (T + 4) bytes per token is the floor.
 SCRATCH_BYTES = 256 * 2**20
-# Tokens of a group: they keep a GPU busy. More blocks would save few launches and be read until the slowest is done.
+# Tokens of a group. On a GPU an iteration of 50,000 tokens is shorter than the host takes to launch it, so many blocks
+# go together, though all are then read until the slowest is done, in as much more memory.
 GROUP_TOKENS = 2**16
+ON_GPU = 8  # times as many, and as much scratch
 # Iterations between two looks at the result from the host; each look waits for the device.
 CHECK_EVERY = 4
 # Squared chords under this are rounding (a few fp32 ulp of a cosine near 1): the two directions are the same.
@@ -67,7 +69,9 @@ def spherical_kmeans(
     generator = torch.Generator().manual_seed(seed)  # on the CPU whatever the device of x, so that devices agree
     draws = torch.rand(k, restarts, trials, generator=generator, dtype=torch.float64).to(x.device)
     blocks, n_tokens, _ = x.shape
-    group = max(1, min(SCRATCH_BYTES // 2 // (4 * restarts * (trials + 4)), GROUP_TOKENS) // n_tokens)
+    more = ON_GPU if x.is_cuda else 1
+    room = more * SCRATCH_BYTES // 2 // (4 * restarts * (trials + 4))
+    group = max(1, min(room, more * GROUP_TOKENS) // n_tokens)
     parts = []
     with torch.autocast(x.device.type, enabled=False):
         norms = _token_norms(x)
@@ -105,7 +109,8 @@ def _chunks(x: Tensor, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
     copy = 0 if as_it_is else 4 * x.shape[2]
     # A GPU wants few launches. On the CPU 16 MB chunks are reused by malloc, larger ones are mapped anew each time: a
     # bf16 fit of 4 x 20000 x 576, 12 iterations, took 2.5 s of one core instead of 3.9.
-    size = max(1, SCRATCH_BYTES // (2 if x.is_cuda else 16) // (x.shape[0] * (copy + bytes_per_token)))
+    scratch = ON_GPU * SCRATCH_BYTES // 2 if x.is_cuda else SCRATCH_BYTES // 16
+    size = max(1, scratch // (x.shape[0] * (copy + bytes_per_token)))
     for start in range(0, x.shape[1], size):
         where = slice(start, min(start + size, x.shape[1]))
         yield where, x[:, where] if as_it_is else x[:, where].float()
