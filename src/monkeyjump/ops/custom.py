@@ -29,7 +29,7 @@ def lora_down(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None
 
 
 @lora_down.register_fake
-def _(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
+def _(x, As, seed, p):
     return x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
 
 
@@ -43,7 +43,7 @@ def lora_down_backward(x: torch.Tensor, dz: torch.Tensor, seed: torch.Tensor | N
 
 
 @lora_down_backward.register_fake
-def _(x: torch.Tensor, dz: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
+def _(x, dz, seed, p):
     return x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
 
 
@@ -58,9 +58,7 @@ def lora_down_input(
 
 
 @lora_down_input.register_fake
-def _(
-    dz: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
-) -> torch.Tensor:
+def _(dz, As, seed, p, dtype):
     return dz.new_empty(dz.shape[0], As[0].shape[1], dtype=dtype)
 
 
@@ -97,15 +95,7 @@ def lora_up(
 
 
 @lora_up.register_fake
-def _(
-    base: torch.Tensor,
-    z: torch.Tensor,
-    B: torch.Tensor,
-    gate: torch.Tensor | None,
-    diagonal: torch.Tensor | None,
-    scale: float,
-    every: int,
-) -> torch.Tensor:
+def _(base, z, B, gate, diagonal, scale, every):
     return base.new_empty(base.shape)
 
 
@@ -125,16 +115,7 @@ def lora_up_backward(
 
 
 @lora_up_backward.register_fake
-def _(
-    dy: torch.Tensor,
-    z: torch.Tensor,
-    B: torch.Tensor,
-    gate: torch.Tensor | None,
-    diagonal: torch.Tensor | None,
-    scale: float,
-    every: int,
-    times_s: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(dy, z, B, gate, diagonal, scale, every, times_s):
     return dy.new_empty(dy.shape[0], B.shape[1], dtype=torch.float32), dy.new_empty(B.shape, dtype=torch.float32)
 
 
@@ -173,14 +154,5 @@ def route_into(
 
 
 @route_into.register_fake
-def _(
-    h: torch.Tensor,
-    centers: list[torch.Tensor],
-    queries: torch.Tensor | None,
-    sums: list[torch.Tensor],
-    counts: list[torch.Tensor],
-    ks: list[int],
-    temperature: float,
-    flags: list[bool],
-) -> torch.Tensor:
+def _(h, centers, queries, sums, counts, ks, temperature, flags):
     return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)

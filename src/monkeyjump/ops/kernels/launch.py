@@ -15,6 +15,8 @@ import torch
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+
 
 class Launcher:
     """One kernel and what has been compiled of it."""
@@ -53,16 +55,18 @@ def _device(args: Iterable[Any]) -> int:
 
 
 def _traits(args: Iterable[Any]) -> list[Any]:
-    """What Triton specialises a kernel on; not floats."""
+    """What Triton specialises a kernel on; not floats. Called for every launch, so it is written for speed."""
     found: list[Any] = []
     for arg in args:
-        if isinstance(arg, torch.Tensor):
-            found += (arg.dtype, arg.data_ptr() & 15)
-        elif type(arg) is tuple:
+        kind = type(arg)
+        if kind in TENSORS or isinstance(arg, torch.Tensor):
+            found.append(arg.dtype)
+            found.append(arg.data_ptr() & 15)
+        elif kind is int:
+            found.append((arg == 1) | (arg % 16 == 0) << 1 | (arg > 0x7FFFFFFF) << 2)
+        elif kind is tuple:
             found.append(len(arg))
             found += _traits(arg)
-        elif type(arg) is int:
-            found.append((arg == 1, arg % 16 == 0, arg.bit_length() > 31))
-        elif type(arg) is not float:
+        elif kind is not float:
             found.append(arg)
     return found
