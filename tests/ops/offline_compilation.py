@@ -37,8 +37,12 @@ class Hopper(CudaDriver):
 launch = JITFunction.run
 
 
+SHARED_MEMORY = 232_448  # bytes of a program, on this GPU
+
+
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-    launch(self, *args, grid=grid, warmup=True, **options)
+    compiled = launch(self, *args, grid=grid, warmup=True, **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY, f"{self.__name__} needs {compiled.metadata.shared} bytes"
     print(self.__name__)
 
 
@@ -63,6 +67,13 @@ def low_rank_kernels(rank: int, projections: int) -> None:
         scale.scale(base, torch.rand(wide), 15, gate, 1)
         scale.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
     parts.total()
+
+
+def wide_products() -> None:
+    """More columns than fit beside a tile of full width."""
+    from monkeyjump.ops.kernels import lora
+
+    lora.down(torch.randn(64, 896).bfloat16(), [torch.randn(64, 896)] * 3, None)
 
 
 def logits_kernels(dtype: torch.dtype, experts: int) -> None:
@@ -90,9 +101,7 @@ if __name__ == "__main__":
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
     low_rank_kernels(rank=2, projections=2)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        logits_kernels(dtype, experts=4)
-    logits_kernels(torch.bfloat16, experts=16)
-    for width in (96, 1040):  # whole rows, and tiles
-        routing_kernels(torch.bfloat16, experts=3, width=width)
-        routing_kernels(torch.float32, experts=2, width=width)
+    wide_products()
+    logits_kernels(torch.bfloat16, experts=4)
+    for width, experts in ((896, 4), (1040, 7)):  # whole rows, and tiles
+        routing_kernels(torch.bfloat16, experts, width)

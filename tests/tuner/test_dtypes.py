@@ -123,7 +123,7 @@ def test_an_int8_base(choice: str, tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
 
     tiny_llama().save_pretrained(tmp_path)
-    for adapter in (*ADAPTER_NAMES, "dora", "vera", "ia3") if choice == "torch" else ("lora", "lora_fa"):
+    for adapter in (*ADAPTER_NAMES, "dora", "vera", "ia3") if choice == "torch" else ("lora",):
         quantised = AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=TorchAoConfig(quant_type=Int8WeightOnlyConfig())
         )
