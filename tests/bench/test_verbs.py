@@ -170,20 +170,6 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
-def test_memory_of_compiled_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no allocator counts, a compiled step has no peak; it is timed all the same."""
-    options = ["--methods", "mjlora", "--modes", "compile", "--compile", "blocks", "--backend", "aot_eager"]
-    content = bench("memory", tmp_path, *options, "--steps", "2", "--warmup", "1")
-    assert "compile, loss without logits (torch)" in " ".join(narrow(capsys).split())
-    rows = content["metrics"]["rows"]
-    assert {(row["variant"], row["loss"]) for row in rows} >= {("mjlora", "logits"), ("mjlora", "torch")}
-    for row in rows:
-        assert row["status"] == "ok", row
-        assert row["recompiled_while_timed"] == 0
-    [reason] = content["extra"]["liger"]
-    assert "liger" in reason
-
-
 def test_a_record_names_no_folder_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command as it is typed, wherever the program and its output lie."""
     given = ["bench", "ops", "--device", "cpu", "--ops", "routing", "--tokens", "8", "--widths", "8", "--repeats", "2"]

@@ -78,9 +78,9 @@ def test_dropout_of_a_compiled_group_is_the_same_in_backward() -> None:
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(slope, rel=0.05)
 
 
-def test_after_compiling_eager_mode_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_compiling_eager_mode_goes_on() -> None:
     """What was prepared for the compiler is no longer taken for granted, and gradients are those of a fresh copy."""
-    model = routed(2)
+    model = routed(1)
     twin = copy.deepcopy(model)
     with implementation("triton"), compiled(model, "blocks", backend="aot_eager"):
         for seed in range(2):
