@@ -18,14 +18,10 @@ def plain(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
     return (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
 
 
-def _mask(seed: torch.Tensor | None, p: float) -> Dropout | None:
-    return None if seed is None else Dropout(seed, p)
-
-
 @torch.library.custom_op("monkeyjump::lora_down", mutates_args=())
 def lora_down(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
     """dropout(x) A^T of every A, side by side: [N, M * R], fp32."""
-    return lora.down(x.contiguous(), As, _mask(seed, p))
+    return lora.down(x.contiguous(), As, Dropout.of(seed, p))
 
 
 @lora_down.register_fake
@@ -37,7 +33,7 @@ def _(x, As, seed, p):
 def lora_down_backward(x: torch.Tensor, dz: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
     """dz^T dropout(x): [M * R, D], fp32."""
     shaped = [x.new_empty(dz.shape[1], x.shape[1])]  # only the shape of A is needed
-    dA = lora.down_backward_alone(x.contiguous(), dz.contiguous(), shaped, _mask(seed, p), None)[1]
+    dA = lora.down_backward_alone(x.contiguous(), dz.contiguous(), shaped, Dropout.of(seed, p), None)[1]
     assert dA is not None
     return dA
 
@@ -52,7 +48,7 @@ def lora_down_input(
     dz: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
 ) -> torch.Tensor:
     """dx = dropout'(dz A): [N, D]."""
-    dx = lora.down_backward_alone(None, dz.contiguous(), As, _mask(seed, p), dtype)[0]
+    dx = lora.down_backward_alone(None, dz.contiguous(), As, Dropout.of(seed, p), dtype)[0]
     assert dx is not None
     return dx
 

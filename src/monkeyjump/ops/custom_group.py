@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from monkeyjump.ops.grouped import Frozen, mask, outputs, split_like, through_weights
+from monkeyjump.ops.grouped import Frozen, outputs, split_like, through_weights
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
-from monkeyjump.ops.settings import Strengths, rank_gradients, with_diagonal
+from monkeyjump.ops.settings import Dropout, Strengths, rank_gradients, with_diagonal
 
 Tensor = torch.Tensor
 # the compiler need not copy an input to give it the layout it was traced with: the ops make rows dense themselves
@@ -66,7 +66,7 @@ def grouped(
     """M of y [N, O], then z [N, M * R]; `trained`: A has a gradient; `gated`: the gates have one."""
     strengths = _strengths(scale, gates, diagonals, places)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
-    ys, z = outputs(x.contiguous(), Frozen([weight], [bias]), As, Bs, strengths, mask(seed, p))
+    ys, z = outputs(x.contiguous(), Frozen([weight], [bias]), As, Bs, strengths, Dropout.of(seed, p))
     return [*ys, z]
 
 
@@ -100,7 +100,7 @@ def grouped_backward(
     parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
     dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), True, parts)
     if with_dx or x is not None:
-        kernels.down_backward(x, dz, As, mask(seed, p), dx if with_dx else None, parts, ups, add=True)
+        kernels.down_backward(x, dz, As, Dropout.of(seed, p), dx if with_dx else None, parts, ups, add=True)
     return dx, parts.total()
 
 
@@ -151,7 +151,7 @@ def grouped_down_backward(
     parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
     if with_dx or x is not None:
         given = dx if with_dx else None
-        kernels.down_backward(x, dz.contiguous(), As, mask(seed, p), given, parts, 0, add=True)
+        kernels.down_backward(x, dz.contiguous(), As, Dropout.of(seed, p), given, parts, 0, add=True)
     return dx, parts.tensor.new_empty(0) if x is None else parts.total()
 
 

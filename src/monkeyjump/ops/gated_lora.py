@@ -27,7 +27,7 @@ def down(
     """z of every A, [N, R] fp32 each, with one dropout mask for all, of this seed or a new: x [..., D], A [R, D]."""
     seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return tuple(written_out.down(x.reshape(-1, x.shape[-1]), [A], _dropout(seed, dropout)) for A in As)
+        return tuple(written_out.down(x.reshape(-1, x.shape[-1]), [A], Dropout.of(seed, dropout)) for A in As)
     return _Down.apply(x, seed, dropout, *As)
 
 
@@ -71,7 +71,7 @@ class _Down(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor | None, p: float, *As: torch.Tensor) -> Any:
         trained = any(A.requires_grad for A in As)
         flat, As = rows_of(x), tuple(A.contiguous() for A in As)
-        z = _down(flat, list(As), _dropout(seed, p))
+        z = _down(flat, list(As), Dropout.of(seed, p))
         ctx.save_for_backward(flat if trained else None, seed, *As)
         ctx.p, ctx.shape, ctx.dtype = p, x.shape, x.dtype
         return z.split(As[0].shape[0], 1) if len(As) > 1 else (z,)
@@ -80,7 +80,7 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, *dzs: torch.Tensor) -> Any:
         flat, seed, *As = ctx.saved_tensors
         dz = (dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)).contiguous()
-        dx, dA = _down_backward(flat, dz, As, _dropout(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None)
+        dx, dA = _down_backward(flat, dz, As, Dropout.of(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None)
         dAs = (None,) * len(As) if dA is None else dA.split(As[0].shape[0])
         return None if dx is None else dx.view(ctx.shape), None, None, *dAs
 
@@ -112,10 +112,6 @@ class _Up(torch.autograd.Function):
         dB, ddiagonal = with_diagonal(dB, B, diagonal)
         dz, (dgate,) = (t, (None,)) if simple else rank_gradients(t, z, strength, ctx.needs_input_grad[3])
         return dy, dz, dB, dgate, ddiagonal, None, None
-
-
-def _dropout(seed: torch.Tensor | None, p: float) -> Dropout | None:
-    return None if seed is None else Dropout(seed, p)
 
 
 def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:

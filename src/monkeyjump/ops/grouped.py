@@ -73,14 +73,13 @@ def grouped_lora(
     `together` are the weights of all as one, `columns` the gates. Under torch.compile the first is needed for several
     projections, and the second is faster.
     """
+    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     if torch.compiler.is_compiling():
-        seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
         return _traced(x, seed, (scale, dropout), together or Frozen.of(projections), projections, columns)
     gates = [None if projection.gate is None else gate_rows(projection.gate) for projection in projections]
     if len({gate.stride(0) for gate in gates if gate is not None}) > 1:
         gates = [None if gate is None else gate.contiguous() for gate in gates]
     every = 1 if gates[0] is None else x.numel() // x.shape[-1] // gates[0].shape[0]
-    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     settings, frozen = (scale, dropout, every), together or Frozen.of(projections)
     arguments: list[torch.Tensor | None] = []
     for projection, gate in zip(projections, gates, strict=True):
@@ -126,7 +125,7 @@ class _Grouped(torch.autograd.Function):
         scale, p, every = settings
         flat = rows_of(x)
         As, Bs, gates, diagonals = (arguments[i::FIELDS] for i in range(FIELDS))
-        ys, z = outputs(flat, frozen, As, Bs, Strengths(scale, gates, diagonals, every), mask(seed, p))
+        ys, z = outputs(flat, frozen, As, Bs, Strengths(scale, gates, diagonals, every), Dropout.of(seed, p))
         trained = any(A.requires_grad for A in As)
         ctx.save_for_backward(flat if trained else None, seed, z, *arguments)
         ctx.settings, ctx.frozen, ctx.shape = settings, frozen, x.shape
@@ -150,7 +149,7 @@ class _Grouped(torch.autograd.Function):
         if not simple:
             dz, result[2::FIELDS] = rank_gradients(dz, z, strengths, gated)
         if dx is not None or flat is not None:
-            kernels.down_backward(flat, dz, As, mask(seed, p), dx, parts, ups, add=True)
+            kernels.down_backward(flat, dz, As, Dropout.of(seed, p), dx, parts, ups, add=True)
         total = parts.total()
         for m, dB in enumerate(split_like(total[:ups], Bs)):
             result[m * FIELDS + 1], result[m * FIELDS + 3] = with_diagonal(dB, Bs[m], diagonals[m])
@@ -161,10 +160,6 @@ class _Grouped(torch.autograd.Function):
 
 # Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
 _apply = super(torch.autograd.Function, _Grouped).apply
-
-
-def mask(seed: torch.Tensor | None, p: float) -> Dropout | None:
-    return None if seed is None else Dropout(seed, p)
 
 
 def outputs(

@@ -49,6 +49,11 @@ class Dropout:
     seed: torch.Tensor  # int64, []
     p: float
 
+    @classmethod
+    def of(cls, seed: torch.Tensor | None, p: float) -> Dropout | None:
+        """The mask of this seed, or none."""
+        return None if seed is None else cls(seed, p)
+
     @property
     def threshold(self) -> int:
         return int(self.p * 2**32)

@@ -93,7 +93,8 @@ class Family:
         return True
 
     def groups(self) -> list[SharedInput]:
-        return [layer.shared[self.adapter_name] for layer in self.layers if self.adapter_name in layer.shared]
+        name = self.adapter_name
+        return [layer.shared[name] for layer in self.layers if name in layer.shared and layer.places[name] == 0]
 
     def open(self) -> bool:
         """Whether there are no groups yet, and kernels that want them."""

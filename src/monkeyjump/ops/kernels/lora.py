@@ -269,9 +269,6 @@ class Parts:
         return out
 
 
-MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
-
-
 def up_backward(
     dys: Sequence[torch.Tensor],
     z: torch.Tensor,

@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora import MANY, stacked_rows
+from monkeyjump.ops.kernels.lora import stacked_rows
 from monkeyjump.ops.kernels.products import precise_product
 from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 from monkeyjump.ops.settings import Routing
 
 MOST_EXPERTS = 16
+MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
 # of whole rows in registers: beyond the first they do not fit, beyond the second the plain sums cost more than the
 # matrix units, beyond the third (`MANY`) so many row blocks' sums are a burden of their own
 WHOLE_WIDTH, WHOLE_EXPERTS = 1024, 7
