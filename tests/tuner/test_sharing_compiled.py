@@ -37,9 +37,9 @@ def test_compiled_groups_equal_eager(what: str, adapter: str, monkeypatch: pytes
     passes: list[int] = []
     down = kernels.down
 
-    def spy(x: torch.Tensor, As: Any, *rest: Any, **named: Any) -> torch.Tensor:
+    def spy(x: torch.Tensor, As: Any, *rest: Any) -> torch.Tensor:
         passes.append(len(As))
-        return down(x, As, *rest, **named)
+        return down(x, As, *rest)
 
     monkeypatch.setattr(kernels, "down", spy)
     with implementation("triton"), compiled(model, what, backend="aot_eager") as report:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from monkeyjump.ops.branch import Branch
-from monkeyjump.ops.grouped import Frozen, Source, beside_up_backward, down_gradients, outputs, split_like
+from monkeyjump.ops.grouped import Frozen, outputs, split_like, through_weights
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.settings import Dropout, Strengths, rank_gradients, with_diagonal
@@ -48,7 +47,7 @@ def _spread(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]
     return [wide]
 
 
-@torch.library.custom_op("monkeyjump::grouped", mutates_args=(), tags=(ANY_LAYOUT, torch.Tag.nondeterministic_seeded))
+@torch.library.custom_op("monkeyjump::grouped", mutates_args=(), tags=(ANY_LAYOUT,))
 def grouped(
     x: Tensor,
     weight: Tensor,
@@ -64,28 +63,17 @@ def grouped(
     trained: bool,
     gated: bool,
 ) -> list[Tensor]:
-    """M of y [N, O], z [N, M * R] and the seed, if one had to be drawn: for p > 0 where none is given.
-
-    `trained`: A has a gradient; `gated`: the gates have one.
-    """
+    """M of y [N, O], then z [N, M * R]; `trained`: A has a gradient; `gated`: the gates have one."""
     strengths = _strengths(scale, gates, diagonals, places)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
-    drawn = _new_seed(x, seed, p)
-    draw = drawn.dim() == 0
-    mask = Dropout.of(drawn if draw else seed, p)
-    ys, z = outputs(x.contiguous(), Frozen([weight], [bias]), As, Bs, strengths, mask, draw)
-    return [*ys, z, drawn]
-
-
-def _new_seed(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-    """Where a seed can be drawn; without entries where none is needed."""
-    return x.new_empty(() if p > 0 and seed is None else (0,), dtype=torch.int64)
+    ys, z = outputs(x.contiguous(), Frozen([weight], [bias]), As, Bs, strengths, Dropout.of(seed, p))
+    return [*ys, z]
 
 
 @grouped.register_fake
 def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, places, trained, gated):
     z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
-    return [*(x.new_empty(x.shape[0], B.shape[0]) for B in Bs), z, _new_seed(x, seed, p)]
+    return [*(x.new_empty(x.shape[0], B.shape[0]) for B in Bs), z]
 
 
 @torch.library.custom_op("monkeyjump::grouped_backward", mutates_args=(), tags=(ANY_LAYOUT,))
@@ -106,12 +94,14 @@ def grouped_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; all dB, for diagonals of ones, and with x all dA, one after the other)."""
     dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
+    dx = through_weights(dys, [weight]) if with_dx else z.new_empty(0)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
     ups = sum(B.numel() for B in Bs)
     parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
-    branch, dz = beside_up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), parts)
-    dx, total = down_gradients(dys, [weight], Source(x, As, Dropout.of(seed, p)), dz, parts, ups, branch, with_dx)
-    return z.new_empty(0) if dx is None else dx, total
+    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), True, parts)
+    if with_dx or x is not None:
+        kernels.down_backward(x, dz, As, Dropout.of(seed, p), dx if with_dx else None, parts, ups, add=True)
+    return dx, parts.total()
 
 
 @grouped_backward.register_fake
@@ -156,11 +146,13 @@ def grouped_down_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; with x all dA, one after the other)."""
     dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
-    As, dz = [A.contiguous() for A in As], dz.contiguous()
+    dx = through_weights(dys, [weight]) if with_dx else dz.new_empty(0)
+    As = [A.contiguous() for A in As]
     parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
-    source = Source(x, As, Dropout.of(seed, p))
-    dx, total = down_gradients(dys, [weight], source, dz, parts, 0, Branch(dz), with_dx)
-    return dz.new_empty(0) if dx is None else dx, total
+    if with_dx or x is not None:
+        given = dx if with_dx else None
+        kernels.down_backward(x, dz.contiguous(), As, Dropout.of(seed, p), given, parts, 0, add=True)
+    return dx, parts.tensor.new_empty(0) if x is None else parts.total()
 
 
 @grouped_down_backward.register_fake
@@ -175,15 +167,13 @@ def _new_dx(dys: list[Tensor], z: Tensor, weight: Tensor, with_dx: bool) -> Tens
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, weight, _, As, Bs, gates, diagonals, seed, p, scale, places, trained, gated = inputs
-    *_, z, drawn = output
-    seed = drawn if drawn.dim() == 0 else seed
-    ctx.save_for_backward(x if trained else None, weight, z, seed, *As, *Bs, *gates, *diagonals)
+    ctx.save_for_backward(x if trained else None, weight, output[-1], seed, *As, *Bs, *gates, *diagonals)
     ctx.numbers = len(As), len(gates), len(diagonals)
     ctx.settings = p, scale, places, gated
 
 
 def _gradients(ctx: Any, grads: list[Tensor]) -> Any:
-    dys = list(grads[:-2])
+    dys = list(grads[:-1])
     x, weight, z, seed, *rest = ctx.saved_tensors
     M, G, L = ctx.numbers
     As, Bs, gates, diagonals = rest[:M], rest[M : 2 * M], rest[2 * M : 2 * M + G], rest[2 * M + G :]

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from monkeyjump.ops.branch import Branch
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.settings import (
-    MOST_SEEDS,
     Dropout,
     GateColumns,
     Strengths,
@@ -75,9 +73,9 @@ def grouped_lora(
     `together` are the weights of all as one, `columns` the gates. Under torch.compile the first is needed for several
     projections, and the second is faster.
     """
-    if torch.compiler.is_compiling():  # the op draws its own seed, which costs the compiler two kernels
-        return _traced(x, seed, (scale, dropout), together or Frozen.of(projections), projections, columns)
     seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
+    if torch.compiler.is_compiling():
+        return _traced(x, seed, (scale, dropout), together or Frozen.of(projections), projections, columns)
     gates = [None if projection.gate is None else gate_rows(projection.gate) for projection in projections]
     if len({gate.stride(0) for gate in gates if gate is not None}) > 1:
         gates = [None if gate is None else gate.contiguous() for gate in gates]
@@ -109,7 +107,7 @@ def _traced(
     number = columns.number if columns is not None else gates[0].shape[-1] if gates else 1
     gates = [gate_rows(gate) for gate in gates]
     every = x.numel() // x.shape[-1] // gates[0].shape[0] if gates else 1
-    *ys, _, _ = custom_group.grouped(
+    *ys, _ = custom_group.grouped(
         rows_of(x), frozen.weights[0], frozen.biases[0],
         [projection.A for projection in projections], [projection.B for projection in projections], gates,
         [projection.diagonal for projection in projections if projection.diagonal is not None], seed, p, scale,
@@ -141,21 +139,18 @@ class _Grouped(torch.autograd.Function):
         As, Bs, gates, diagonals = (tuple(arguments[i::FIELDS]) for i in range(FIELDS))
         strengths = Strengths(scale, gates, diagonals, every)
         dys = [rows_of(grad) for grad in grads]
+        dx = through_weights(dys, ctx.frozen.weights) if ctx.needs_input_grad[0] else None
         M, gated = len(As), any(ctx.needs_input_grad[4 + 2 :: FIELDS])
         simple = Bs[0].shape[1] == As[0].shape[0] and not gated
         ups = sum(B.numel() for B in Bs)
         parts = Parts.of(z.shape[0], ups + (0 if flat is None else sum(A.numel() for A in As)), z.device)
+        dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts)
         result: list[Any] = [None] * (M * FIELDS)
-        if simple:
-            branch, dz = beside_up_backward(dys, z, Bs, strengths, parts)
-        else:
-            t = kernels.up_backward(dys, z, Bs, strengths, False, parts)
-            dz, result[2::FIELDS] = rank_gradients(t, z, strengths, gated)
-            branch = Branch(dz)
-        source = Source(flat, As, Dropout.of(seed, p))
-        dx, total = down_gradients(
-            dys, ctx.frozen.weights, source, dz, parts, ups, branch, with_dx=ctx.needs_input_grad[0]
-        )
+        if not simple:
+            dz, result[2::FIELDS] = rank_gradients(dz, z, strengths, gated)
+        if dx is not None or flat is not None:
+            kernels.down_backward(flat, dz, As, Dropout.of(seed, p), dx, parts, ups, add=True)
+        total = parts.total()
         for m, dB in enumerate(split_like(total[:ups], Bs)):
             result[m * FIELDS + 1], result[m * FIELDS + 3] = with_diagonal(dB, Bs[m], diagonals[m])
         if flat is not None:
@@ -174,79 +169,20 @@ def outputs(
     Bs: Sequence[torch.Tensor],
     strengths: Strengths,
     dropout: Dropout | None,
-    draw: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(y of every projection, [N, O]; z [N, M * R]) for x [N, D]; `draw`: the seed's value is still to be drawn.
+    """(y of every projection, [N, O]; z [N, M * R]) for x [N, D].
 
     One product for all is taken apart while the updates are added: what backward keeps of one output must not keep the
     others.
     """
-    z, branch = kernels.new_z(x, As), Branch(x)
-    with branch.beside():
-        if draw and dropout is not None:
-            dropout.seed.random_(MOST_SEEDS)
-        kernels.down(x, As, dropout, out=z)
+    z = kernels.down(x, As, dropout)
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
     ys = bases
     if len(bases) < len(Bs):
         bases = list(bases[0].split([B.shape[0] for B in Bs], 1))
         ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
-    branch.join()
     kernels.up(bases, z, Bs, strengths, ys)
     return ys, z
-
-
-def beside_up_backward(
-    dys: Sequence[torch.Tensor], z: torch.Tensor, Bs: Sequence[torch.Tensor], strengths: Strengths, parts: Parts
-) -> tuple[Branch, torch.Tensor]:
-    """dz [N, M * R], made on a branch that nothing has waited for yet; the dB are in the parts."""
-    dz, branch = torch.empty_like(z), Branch(z)
-    with branch.beside():
-        kernels.up_backward(dys, z, Bs, strengths, True, parts, out=dz)
-    return branch, dz
-
-
-@dataclass
-class Source:
-    """What z was made from."""
-
-    x: torch.Tensor | None  # [N, D], where an A has a gradient
-    As: Sequence[torch.Tensor]
-    dropout: Dropout | None
-
-
-def down_gradients(
-    dys: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    source: Source,
-    dz: torch.Tensor,
-    parts: Parts,
-    offset: int,
-    branch: Branch,
-    with_dx: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(dx [N, D] by the weights and by the ranks; the total of the parts, with the dA in them from `offset` on).
-
-    On a branch, what depends on dz alone runs beside the products; otherwise fewer kernels do the same.
-    """
-    x, As, dropout = source.x, source.As, source.dropout
-    if not branch.apart:
-        dx = through_weights(dys, weights) if with_dx else None
-        if dx is not None or x is not None:
-            kernels.down_backward(x, dz, As, dropout, dx, parts, offset, add=True)
-        return dx, parts.total()
-    made, total = branch.reached(), parts.new_total()
-    with branch.beside():
-        if x is not None:
-            kernels.down_backward(x, dz, As, dropout, None, parts, offset, add=True)
-        parts.total(total)
-    dx = None
-    if with_dx:
-        dx = through_weights(dys, weights)
-        branch.join(made)
-        kernels.down_backward(None, dz, As, dropout, dx, parts, offset, add=True)
-    branch.join()
-    return dx, total
 
 
 NARROW = 256  # columns of gradients that are worth a copy to make two products one (k and v of grouped attention)

@@ -210,21 +210,11 @@ _down, _up, _up_backward, _down_backward, _add_parts = map(
 )
 
 
-def new_z(x: torch.Tensor, As: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.empty(x.shape[0], len(As) * As[0].shape[0], device=x.device, dtype=torch.float32)
-
-
-def down(
-    x: torch.Tensor,
-    As: Sequence[torch.Tensor],
-    dropout: Dropout | None,
-    precise: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, precise: bool = False) -> torch.Tensor:
     """x [N, D], M of [R, D] -> z [N, M * R], fp32. A is rounded to the dtype of x, unless `precise`."""
     N, D = x.shape
     R = As[0].shape[0]
-    z = new_z(x, As) if out is None else out
+    z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
     tile, columns = TILES["down"], padded(len(As) * R)
     _down((row_blocks(N, tile.rows), 1),
         x, tuple(As), z, *_mask(dropout), N, D, R, columns, tile.rows,
@@ -269,14 +259,9 @@ class Parts:
         rows = TILES["backward"].rows
         return cls(torch.empty(row_blocks(tokens, rows), width, device=device, dtype=torch.float32), rows)
 
-    def new_total(self) -> torch.Tensor:
-        return self.tensor.new_empty(self.tensor.shape[1])
-
-    def total(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def total(self) -> torch.Tensor:
         P, W = self.tensor.shape
-        out = self.new_total() if out is None else out
-        if W == 0:
-            return out
+        out = torch.empty(W, device=self.tensor.device, dtype=torch.float32)
         tile = TILES["add_parts"]
         _add_parts((row_blocks(W, tile.columns), 1),
             self.tensor, out, P, W, min(padded(P, 1), tile.rows), tile.columns, warps=tile.warps
@@ -291,7 +276,6 @@ def up_backward(
     strengths: Strengths,
     times_s: bool,
     parts: Parts,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """t = dy B of every projection, [N, M * C] fp32, times s if asked. The dB [O, C] go to the start of the parts.
 
@@ -300,7 +284,7 @@ def up_backward(
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
-    t = z.new_empty(N, M * C) if out is None else out
+    t = torch.empty(N, M * C, device=z.device, dtype=torch.float32)
     tile = TILES["backward"]
     _up_backward((parts.tensor.shape[0], M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts.tensor, Os,
