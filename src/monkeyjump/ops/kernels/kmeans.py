@@ -10,13 +10,15 @@ works on few columns of S * K or M at a time; where there are more, several prog
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.products import halves, product
-from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
+from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 
 # Centres of a program, in one variant for any number of restarts: ten of four clusters, as four alone, are read at the
 # speed of memory, and to compile a variant takes longer than to cluster.
@@ -133,14 +135,14 @@ def supported(clusters: int) -> bool:
 def nearest(x: torch.Tensor, inverse: torch.Tensor, centers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels [G, S, N] int8 and counts [G, S, K] of centres [G, S, K, D]; -1 where `inverse` [G, N], 1 / norm, is 0."""
     (G, N, D), (S, K) = x.shape, centers.shape[1:3]
-    tile, few = TILES["nearest"], padded(K, 2)
+    tile, few = _tile("nearest", x), padded(K, 2)
     blocks = row_blocks(N, tile.rows)
     # rows of whole 16 bytes, which are read at once
     labels = torch.empty(G, S, row_blocks(N, 16) * 16, device=x.device, dtype=torch.int8)
     counts = torch.empty(G, blocks, S, K, device=x.device, dtype=torch.int32)
     _nearest(
         (blocks * row_blocks(S, COLUMNS // few), G), x, inverse, _operand(centers.flatten(1, 2), x), labels, counts,
-        S, K, N, D, x.stride(0), x.stride(1), labels.stride(1), few, tile.rows, COLUMNS, tile.width(D),
+        S, K, N, D, x.stride(0), x.stride(1), labels.stride(1), few, tile.rows, COLUMNS, tile.columns,
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return labels[..., :N], counts.sum(1)
@@ -148,12 +150,12 @@ def nearest(x: torch.Tensor, inverse: torch.Tensor, centers: torch.Tensor) -> tu
 
 def sums(x: torch.Tensor, inverse: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
     """Sums [G, S, K, D] of the unit tokens by the labels of `nearest`."""
-    (G, N, D), S, tile = x.shape, labels.shape[1], TILES["sums"]
+    (G, N, D), S, tile = x.shape, labels.shape[1], _tile("sums", x)
     ranges, apart = row_blocks(N, SUMMED_TOGETHER), row_blocks(S * clusters, COLUMNS)
     parts = torch.empty(G, ranges, S, clusters, D, device=x.device, dtype=torch.float32)
     _sums(
-        (row_blocks(D, tile.width(D)) * apart * ranges, G), x, inverse, labels, parts, S, clusters, N, D,
-        x.stride(0), x.stride(1), labels.stride(1), SUMMED_TOGETHER, COLUMNS, tile.rows, tile.width(D),
+        (row_blocks(D, tile.columns) * apart * ranges, G), x, inverse, labels, parts, S, clusters, N, D,
+        x.stride(0), x.stride(1), labels.stride(1), SUMMED_TOGETHER, COLUMNS, tile.rows, tile.columns,
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return parts.sum(1)
@@ -161,14 +163,21 @@ def sums(x: torch.Tensor, inverse: torch.Tensor, labels: torch.Tensor, clusters:
 
 def chords(x: torch.Tensor, inverse: torch.Tensor, vectors: torch.Tensor, same: float) -> torch.Tensor:
     """Squared chords [G, M, N] from unit vectors [G, M, D] to the tokens, 0 where below `same`."""
-    (G, N, D), M, tile = x.shape, vectors.shape[1], TILES["nearest"]
+    (G, N, D), M, tile = x.shape, vectors.shape[1], _tile("nearest", x)
     found = torch.empty(G, M, N, device=x.device, dtype=torch.float32)
     _chords(
         (row_blocks(N, tile.rows) * row_blocks(M, TRIALS), G), x, inverse, _operand(vectors, x), found, same, M, N, D,
-        x.stride(0), x.stride(1), inverse.stride(0), tile.rows, TRIALS, tile.width(D),
+        x.stride(0), x.stride(1), inverse.stride(0), tile.rows, TRIALS, tile.columns,
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return found
+
+
+def _tile(name: str, x: torch.Tensor) -> Tile:
+    """Half as wide for tokens that are multiplied in fp32, whose halves are in registers."""
+    tile, width = TILES[name], padded(x.shape[2])
+    columns = tile.columns if x.dtype == torch.bfloat16 else tile.columns // 2
+    return replace(tile, columns=min(width, columns))
 
 
 def _operand(vectors: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
