@@ -129,7 +129,7 @@ def _chunks(x: Tensor, bytes_per_token: int, as_it_is: bool = False) -> Iterator
 def token_norms(x: Tensor) -> Tensor:
     """Norms [L, N] of the raw tokens in fp32."""
     if x.is_cuda and x.dtype != torch.float64:  # reads as it is, where the CPU makes a copy
-        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).contiguous()
     norms = torch.empty(x.shape[:2], device=x.device)
     for block, out in zip(x, norms, strict=True):
         for where, chunk in _chunks(block[None], 4 * x.shape[2]):

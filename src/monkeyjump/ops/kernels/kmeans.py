@@ -1,8 +1,8 @@
 """Triton kernels of spherical k-means: which centre is nearest, the sums of what is nearest to each, and chords.
 
-Raw tokens are read as they are and nothing of the size of x is written. Everything is multiplied on the matrix units:
-an fp32 number is two bf16 halves, 16 bits of mantissa, and bf16 tokens are one. Those units cut off what fp32 would
-round, so each product is of one tile and added to the others in fp32.
+Raw tokens are read as they are and nothing of the size of x is written. All products are made by the matrix units: bf16
+tokens with the two bf16 halves of the other side, 16 bits of mantissa, wider tokens by halves of both sides in tf32.
+Those units cut off what fp32 would round, so a product is of one tile alone and added to the others in fp32.
 
 Shapes: G blocks, N tokens, D hidden, S restarts, K clusters, M vectors; x [G, N, D] has rows of any stride. A program
 works on few columns of S * K or M at a time; where there are more, several programs read the same tokens.
@@ -31,7 +31,7 @@ SUMMED_TOGETHER = 2048
 
 @triton.jit
 def wide_product(a, b):
-    """a b for both fp32: three products of 11-bit halves, which leave out the product of both errors."""
+    """a b for both fp32, of 11-bit halves without the product of both errors; the compiler adds it up in fp32."""
     return tl.dot(a, b, input_precision="tf32x3")
 
 
