@@ -20,8 +20,8 @@ from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.products import halves, product
 from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 
-# Centres of a program, in one variant for any number of restarts: fewer columns would not read the tokens any faster, and
-# to compile a variant takes longer than to cluster.
+# Centres of a program, in one variant for any number of restarts: fewer columns would not read the tokens any faster,
+# and to compile a variant takes longer than to cluster.
 COLUMNS = 64
 TRIALS = 32  # vectors of a program that writes their chords
 # Tokens that one program sums up: enough programs to fill a GPU, and sums that are few beside the tokens. Not a matter
