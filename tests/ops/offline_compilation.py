@@ -96,6 +96,17 @@ def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
     route.route_and_sum(h, centers, queries, settings, list(torch.empty(experts, width)), list(torch.empty(experts)))
 
 
+def clustering_kernels(dtype: torch.dtype, clusters: int) -> None:
+    """Ten restarts of a hidden size of today."""
+    from monkeyjump.ops.kernels import kmeans
+
+    x, inverse, centers = torch.randn(1, 256, 896).to(dtype), torch.rand(1, 256), torch.randn(1, 10, clusters, 896)
+    labels, _ = kmeans.nearest(x, inverse, centers)
+    kmeans.sums(x, inverse, labels, clusters)
+    if dtype == torch.bfloat16:  # the loop of `nearest`, which takes the compiler long
+        kmeans.chords(x, inverse, centers.flatten(1, 2), 4e-6)
+
+
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
@@ -105,3 +116,5 @@ if __name__ == "__main__":
     logits_kernels(torch.bfloat16, experts=4)
     for width, experts in ((896, 4), (1040, 7)):  # whole rows, and tiles
         routing_kernels(torch.bfloat16, experts, width)
+    clustering_kernels(torch.bfloat16, clusters=4)
+    clustering_kernels(torch.float32, clusters=16)

@@ -44,4 +44,6 @@ TILES = {
     "route_rows": Tile(16, 1024, stages=1),  # whole rows: 128 entries for a thread
     "add_sums": Tile(256, 16),  # at 4,096 tokens all row blocks at once, in a hundred programs
     "scale": Tile(32, 128),
+    "nearest": Tile(128, 64),
+    "sums": Tile(64, 128),
 }
