@@ -62,7 +62,7 @@ def gated_lora(
     diagonal: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """base + (dropout(x) A^T * s) B^T: one projection by itself. What has no gradient takes few launches for few tokens."""
+    """base + (dropout(x) A^T * s) B^T: one projection by itself; in generation in one launch."""
     if dropout == 0 and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         gate = None if gate is None else gate_rows(gate)
         flat, out, y = rows_of(x), rows_of(base), torch.empty(base.shape, dtype=base.dtype, device=base.device)

@@ -26,9 +26,8 @@ from monkeyjump.ops.kernels.tiles import FEW, TILES, padded, row_blocks
 from monkeyjump.ops.settings import Dropout, Strengths
 
 MOST_COLUMNS = 128  # of B: with more, making z again for every tile is no small work
-# of plain sums: ranks, each of which takes registers for every row; columns of B; and the width of x, all of whose
-# steps are written out to be loaded at once
-SUMS_RANKS, SUMS_COLUMNS, SUMS_WIDTH = 4, 16, 16_384
+# of plain sums: ranks, each of which takes registers for every row; columns of B; entries of an A, all written out
+SUMS_RANKS, SUMS_COLUMNS, SUMS_ENTRIES = 4, 8, 10_240
 EARLY = 4  # steps along a row that are loaded before anything else
 ALONG = 1024  # entries of a row for a warp: warps that share a row must wait for each other
 
@@ -53,18 +52,12 @@ def row_sums(x, early, A, early_A, rows, N, D, seed, threshold, keep_scale,
     totals = ()
     for step in tl.static_range(STEPS):
         cols = columns_of(step, BD)
-        if step < len(early):
-            tile = early[step]
-        else:
-            tile = row_tile(x, rows, N, D, step, BD)
+        tile = early[step] if step < len(early) else row_tile(x, rows, N, D, step, BD)
         if seed is not None:
             tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
         found = ()
         for r in tl.static_range(R):
-            if step < len(early):
-                a = early_A[step * R + r]
-            else:
-                a = tl.load(A + r * D + cols, mask=cols < D, other=0.0)
+            a = early_A[step * R + r] if step < len(early) else tl.load(A + r * D + cols, mask=cols < D, other=0.0)
             share = tile.to(tl.float32) * a.to(tile.dtype).to(tl.float32)[None, :]
             if step > 0:
                 share += totals[r]
@@ -195,7 +188,7 @@ def at_once(
         tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *mask_numbers(dropout), D,
         *strength_numbers(strengths, z), R, C, gates_of_token(strengths),
     )  # fmt: skip
-    if R <= SUMS_RANKS and C <= SUMS_COLUMNS and D <= SUMS_WIDTH:
+    if R <= SUMS_RANKS and C <= SUMS_COLUMNS and R * D <= SUMS_ENTRIES:
         tile = TILES["few_sums"]
         warps = max(1, min(tile.warps, padded(D) // ALONG))
         rows, width, depth = min(tile.rows, padded(N, 1)), tile.width(max(Os)), min(padded(D), 256 * warps)
