@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.common import TOLERANCE, error, guarded, normal, uniform
+from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal, uniform
 from tests.ops.lora_cases import Case
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.few")
@@ -77,7 +77,7 @@ def test_one_launch_is_two_and_the_formula(case: Case) -> None:
     assert z.dtype == torch.float32
     z64 = (case.x().double() * case.kept()) @ torch.cat(case.downs()).double().T
     assert error(z, z64) < TOLERANCE[case.dtype]
-    assert error(z, z_in_two) < 1e-6
+    assert error(z, z_in_two) < (3e-6 if DEVICE.type == "cuda" else 1e-6)  # matrix units cut off where others round
     for m, (y, base, B) in enumerate(zip(ys, case.bases(), case.ups(), strict=True)):
         assert y.dtype == case.dtype
         assert error(y, base.double() + case.scaled(z64, strengths, m) @ B.double().T) < TOLERANCE[case.dtype]
@@ -170,7 +170,7 @@ def test_gradients_are_those_of_two_launches(name: str, monkeypatch: pytest.Monk
     expected = group(case)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        assert error(found[key], value) < 1e-6, key
+        assert error(found[key], value) < 2e-6, key
 
 
 @pytest.mark.parametrize("gate", [None, (2, 3, 1), (2, 1, 4)])
