@@ -69,10 +69,24 @@ def low_rank_kernels(rank: int, projections: int) -> None:
     parts.total()
 
 
+def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Both ways of one launch, with and without their optional parts."""
+    from monkeyjump.ops.kernels import few
+    from monkeyjump.ops.settings import Dropout, Strengths
+
+    N, outs, columns = 8, (80, 16), rank * experts
+    x, bases = torch.randn(N, width).to(dtype), [torch.randn(N, out).to(dtype) for out in outs]
+    As, Bs = [torch.randn(rank, width)] * 2, [torch.randn(out, columns) for out in outs]
+    cases = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, experts)), (None, torch.rand(columns), None))
+    for dropout, diagonal, gate in cases:
+        few.at_once(x, As, bases, Bs, Strengths(0.5, (gate,) * 2, (diagonal,) * 2), dropout, bases)
+
+
 def wide_products() -> None:
     """More columns than fit beside a tile of full width."""
-    from monkeyjump.ops.kernels import lora
+    from monkeyjump.ops.kernels import few, lora
 
+    few_tokens(few.MOST_COLUMNS, 896, dtype=torch.float32)
     lora.down(torch.randn(64, 896).bfloat16(), [torch.randn(64, 896)] * 3, None)
 
 
@@ -112,6 +126,9 @@ if __name__ == "__main__":
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
     low_rank_kernels(rank=2, projections=2)
+    few_tokens(rank=2, width=896)
+    few_tokens(rank=1, width=4112)  # in more steps than are loaded early
+    few_tokens(rank=2, width=96, experts=8)  # through the matrix units
     wide_products()
     logits_kernels(torch.bfloat16, experts=4)
     for width, experts in ((896, 4), (1040, 7)):  # whole rows, and tiles

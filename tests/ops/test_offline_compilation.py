@@ -9,6 +9,7 @@ from pathlib import Path
 
 KERNELS = {
     *("down_kernel", "up_kernel", "up_backward_kernel", "down_backward_kernel", "add_parts_kernel"),
+    *("few_sums_kernel", "few_products_kernel"),
     *("route_kernel", "route_rows_kernel", "add_sums_kernel", "scale_kernel", "scale_backward_kernel"),
     *("nearest_kernel", "sums_kernel", "chords_kernel"),
 }

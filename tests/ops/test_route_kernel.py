@@ -14,7 +14,7 @@ from tests.ops.common import DEVICE, error, guarded, normal
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.route")
 from monkeyjump.ops import routing  # noqa: E402
-from monkeyjump.ops.kernels.tiles import TILES  # noqa: E402
+from monkeyjump.ops.kernels.tiles import FEW, TILES  # noqa: E402
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -46,14 +46,17 @@ def compare(h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None
     in_tiles = not kernels.in_whole_rows(*h.shape, len(c))
     gates, sums, counts = routing.route_and_sum(h, c, queries, how)
     assert gates.dtype == sums.dtype == counts.dtype == torch.float32
-    assert torch.equal(routing.route(h, c, how).nan_to_num(), gates.nan_to_num())
+    alone = routing.route(h, c, how)
+    if in_tiles or h.shape[0] > FEW:  # few tokens are other programs, with sums in another order
+        assert torch.equal(alone.nan_to_num(), gates.nan_to_num())
     gates64, sums64, counts64 = expected(h, c, queries, how)
     real = slice(None) if queries is None else queries
     # in tiles, products with bf16 keep 16 bits of the centres and of the norms; a temperature enlarges what is lost
     lost = 2e-5 if h.dtype == torch.bfloat16 and in_tiles else 1e-6
     off = lost * max(1.0, 1 / how.temperature)
-    torch.testing.assert_close(gates[real].double(), gates64[real], rtol=off, atol=off)
-    assert torch.equal(gates[real] > 0, gates64[real] > 0)
+    for found in (gates, alone):
+        torch.testing.assert_close(found[real].double(), gates64[real], rtol=off, atol=off)
+        assert torch.equal(found[real] > 0, gates64[real] > 0)
     assert torch.equal(counts.long(), counts64)
     assert error(sums, sums64) < 2 * lost
     return gates, sums, counts
@@ -86,6 +89,9 @@ SHAPES = {
     "past a tile": (11, 257, 5),
     # several row blocks, the last with one row
     "many rows": (3 * TILES["route_rows"].rows + 1, 17, 3),
+    # the most tokens that are few, and one more
+    "few": (FEW, 17, 3),
+    "more than few": (FEW + 1, 17, 3),
     # nothing masked
     "exact rows": (2 * TILES["route_rows"].rows, 256, 7),
     # the widest rows that a program holds

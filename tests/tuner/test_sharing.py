@@ -17,19 +17,21 @@ from tests.helpers import adapted, assert_same, disturb, gradients, layers_of, m
 from tests.tuner.sharing_models import ATTENTION, CLOSE, DEVICE, always_on, assert_torch_agrees, batch, logits
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
+few = pytest.importorskip("monkeyjump.ops.kernels.few")
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many projections took part in each pass over an input."""
     found: list[int] = []
-    down = kernels.down
+    for module, name in ((kernels, "down"), (few, "at_once")):
+        original = getattr(module, name)
 
-    def spy(x: torch.Tensor, As: Any, dropout: Any) -> torch.Tensor:
-        found.append(len(As))
-        return down(x, As, dropout)
+        def spy(x: torch.Tensor, As: Any, *rest: Any, _original: Any = original) -> torch.Tensor:
+            found.append(len(As))
+            return _original(x, As, *rest)
 
-    monkeypatch.setattr(kernels, "down", spy)
+        monkeypatch.setattr(module, name, spy)
     return found
 
 

@@ -14,6 +14,7 @@ from tests.helpers import COMPILING, adapted, assert_same, disturb, gradients, t
 from tests.tuner.sharing_models import ATTENTION, DEVICE, batch
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
+few = pytest.importorskip("monkeyjump.ops.kernels.few")
 
 pytestmark = [*COMPILING, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -35,13 +36,14 @@ def test_compiled_groups_equal_eager(what: str, adapter: str, monkeypatch: pytes
     model = routed(2, adapter=adapter)
     twin = copy.deepcopy(model)
     passes: list[int] = []
-    down = kernels.down
+    for module, name in ((kernels, "down"), (few, "at_once")):
+        original = getattr(module, name)
 
-    def spy(x: torch.Tensor, As: Any, *rest: Any) -> torch.Tensor:
-        passes.append(len(As))
-        return down(x, As, *rest)
+        def spy(x: torch.Tensor, As: Any, *rest: Any, _original: Any = original) -> torch.Tensor:
+            passes.append(len(As))
+            return _original(x, As, *rest)
 
-    monkeypatch.setattr(kernels, "down", spy)
+        monkeypatch.setattr(module, name, spy)
     with implementation("triton"), compiled(model, what, backend="aot_eager") as report:
         for seed in range(3):
             for one in (model, twin):

@@ -53,7 +53,9 @@ class LoraAdapter(Adapter):
         from monkeyjump.ops import gated_lora
 
         dropout = self.dropout if self.training else 0.0
-        seed = self.seeds(self, x.device) if dropout and self.seeds is not None else None
+        if dropout == 0:
+            return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, self.rank_scale())
+        seed = None if self.seeds is None else self.seeds(self, x.device)
         (z,) = gated_lora.down(x, [self.A], dropout, seed)
         return gated_lora.up(out, z, self.B, self.scaling, gate, self.rank_scale())
 

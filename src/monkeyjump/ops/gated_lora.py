@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from monkeyjump.ops import custom, written_out
+from monkeyjump.ops.kernels import few
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of, with_diagonal
 
@@ -61,7 +62,14 @@ def gated_lora(
     diagonal: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """base + (dropout(x) A^T * s) B^T: one projection by itself."""
+    """base + (dropout(x) A^T * s) B^T: one projection by itself; in generation in one launch."""
+    if dropout == 0 and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        gate = None if gate is None else gate_rows(gate)
+        flat, out, y = rows_of(x), rows_of(base), torch.empty(base.shape, dtype=base.dtype, device=base.device)
+        every = 1 if gate is None else flat.shape[0] // gate.shape[0]
+        strengths = Strengths.single(scale, gate, diagonal, every)
+        few.down_up(flat, [A.contiguous()], [out], [B.contiguous()], strengths, None, [y.view(out.shape)])
+        return y
     (z,) = down(x, [A], dropout)
     return up(base, z, B, scale, gate, diagonal)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from monkeyjump.ops.kernels import few
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.lora import Parts
 from monkeyjump.ops.settings import (
@@ -175,14 +176,12 @@ def outputs(
     One product for all is taken apart while the updates are added: what backward keeps of one output must not keep the
     others.
     """
-    z = kernels.down(x, As, dropout)
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
     ys = bases
     if len(bases) < len(Bs):
         bases = list(bases[0].split([B.shape[0] for B in Bs], 1))
         ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
-    kernels.up(bases, z, Bs, strengths, ys)
-    return ys, z
+    return ys, few.down_up(x, As, bases, Bs, strengths, dropout, ys)
 
 
 NARROW = 256  # columns of gradients that are worth a copy to make two products one (k and v of grouped attention)

@@ -60,11 +60,9 @@ def stacked_rows(tensors, ranks, cols, D, R: tl.constexpr):
 
 
 @triton.jit
-def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every,
-           R: tl.constexpr, C: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """(z, s) of a row block in the columns of B, zero outside: [BN, CP] each."""
+def strength(gate, diagonal, scale, rows, cols, N, gate_stride, every, C: tl.constexpr, G: tl.constexpr):
+    """s of a row block in these columns of B, zero outside: [BN, CP]."""
     inside = (rows < N)[:, None] & (cols < C)[None, :]
-    values = tl.load(z + rows[:, None] * z_stride + (cols % R)[None, :], mask=inside, other=0.0)
     s = tl.where(inside, scale, 0.0)
     if diagonal is not None:
         s *= tl.load(diagonal + cols, mask=cols < C, other=0.0)[None, :]
@@ -74,7 +72,16 @@ def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every
             s *= tl.load(first, mask=rows < N, other=0.0)[:, None]
         else:
             s *= tl.load(first[:, None] + (cols // (C // G))[None, :], mask=inside, other=0.0)
-    return values, s
+    return s
+
+
+@triton.jit
+def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every,
+           R: tl.constexpr, C: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """(z, s) of a row block in the columns of B, zero outside: [BN, CP] each."""
+    inside = (rows < N)[:, None] & (cols < C)[None, :]
+    values = tl.load(z + rows[:, None] * z_stride + (cols % R)[None, :], mask=inside, other=0.0)
+    return values, strength(gate, diagonal, scale, rows, cols, N, gate_stride, every, C, G)
 
 
 @triton.jit
@@ -217,7 +224,7 @@ def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, p
     z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
     tile, columns = TILES["down"], padded(len(As) * R)
     _down((row_blocks(N, tile.rows), 1),
-        x, tuple(As), z, *_mask(dropout), N, D, R, columns, tile.rows,
+        x, tuple(As), z, *mask_numbers(dropout), N, D, R, columns, tile.rows,
         tile.width(D, columns if columns == 16 else len(As) * columns), precise,
         warps=tile.warps, stages=tile.stages if columns <= 128 else 2,
     )  # fmt: skip
@@ -242,8 +249,8 @@ def up(
     width = tile.width(max(Os), padded(C))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
         tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
-        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *_numbers(strengths, z),
-        z.shape[1] // M, C, _gates(strengths), padded(C), tile.rows, width, warps=tile.warps,
+        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
+        z.shape[1] // M, C, gates_of_token(strengths), padded(C), tile.rows, width, warps=tile.warps,
     )  # fmt: skip
 
 
@@ -289,8 +296,8 @@ def up_backward(
     _up_backward((parts.tensor.shape[0], M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts.tensor, Os,
         tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
-        parts.tensor.shape[1], *_numbers(strengths, z)[2:], z.shape[1] // M, C, _gates(strengths), times_s, padded(C),
-        parts.rows, tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
+        parts.tensor.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths),
+        times_s, padded(C), parts.rows, tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return t
 
@@ -316,21 +323,21 @@ def down_backward(
     tile = TILES["backward"]
     width = tile.width(D, columns)
     _down_backward((parts.tensor.shape[0], row_blocks(D, width)),
-        x, dz, tuple(As), dx, None if x is None else parts.tensor, *_mask(dropout), N, D,
+        x, dz, tuple(As), dx, None if x is None else parts.tensor, *mask_numbers(dropout), N, D,
         parts.tensor.shape[1], offset, R, columns, add, parts.rows, width, precise, warps=tile.warps,
     )  # fmt: skip
 
 
-def _mask(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, float]:
+def mask_numbers(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, float]:
     return (None, 0, 1.0) if dropout is None else (dropout.seed, dropout.threshold, dropout.scale)
 
 
-def _numbers(strengths: Strengths, z: torch.Tensor) -> tuple[float, int, int, int, int]:
+def strength_numbers(strengths: Strengths, z: torch.Tensor) -> tuple[float, int, int, int, int]:
     gate = strengths.gates[0]
     return strengths.scale, z.shape[0], z.stride(0), 0 if gate is None else gate.stride(0), strengths.every
 
 
-def _gates(strengths: Strengths) -> int:
+def gates_of_token(strengths: Strengths) -> int:
     gate = strengths.gates[0]
     return 1 if gate is None else gate.shape[1]
 

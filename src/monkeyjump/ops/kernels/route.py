@@ -19,7 +19,7 @@ import triton.language as tl
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.lora import stacked_rows
 from monkeyjump.ops.kernels.products import precise_product
-from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
+from monkeyjump.ops.kernels.tiles import FEW, TILES, Tile, padded, row_blocks
 from monkeyjump.ops.settings import Routing
 
 MOST_EXPERTS = 16
@@ -215,7 +215,7 @@ def route_and_sum(
 ) -> torch.Tensor:
     """gates [N, E]; of the tokens that are queries ([N] bool; None: all) E sums [D] and counts [] are written."""
     N, D = h.shape
-    E, P = len(centers), row_blocks(N, _tile(h, len(centers)).rows)
+    E, P = len(centers), row_blocks(N, _tile(h, len(centers), True).rows)
     gates = torch.empty(N, E, device=h.device, dtype=torch.float32)
     parts = torch.empty(P, E, D, device=h.device, dtype=torch.float32)
     numbers = torch.empty(P, E, device=h.device, dtype=torch.float32)
@@ -236,7 +236,7 @@ def _launch(
     routing: Routing,
 ) -> None:
     (N, D), E = h.shape, len(centers)
-    tile = _tile(h, E)
+    tile = _tile(h, E, outputs[1] is not None)
     how = (1 / routing.temperature, routing.top_k, routing.member_k, routing.renormalize, routing.unit)
     grid, tensors = (row_blocks(N, tile.rows), 1), (h, tuple(centers), queries, *outputs)
     if in_whole_rows(N, D, E):
@@ -248,10 +248,12 @@ def _launch(
     )  # fmt: skip
 
 
-def _tile(h: torch.Tensor, experts: int) -> Tile:
+def _tile(h: torch.Tensor, experts: int, sums: bool) -> Tile:
     N, D = h.shape
     if not in_whole_rows(N, D, experts):
         return TILES["route" if N <= MANY else "route_many"]
+    if N <= FEW and not sums:
+        return TILES["route_few"]
     tile = TILES["route_rows"]
     # rows of fp32 take twice the registers; 8 columns for each thread of as many warps as that makes, all along the row
     rows = tile.rows if h.element_size() == 2 else tile.rows // 2
