@@ -49,24 +49,24 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
 def low_rank_kernels(rank: int, projections: int) -> None:
     """Every launcher once with and once without its optional parts."""
     from monkeyjump.ops.kernels import lora, scale
+    from monkeyjump.ops.kernels.parts import total
     from monkeyjump.ops.settings import Dropout, Strengths
 
     N, D, wide = 64, 96, 80
     x, base = torch.randn(N, D).bfloat16(), torch.randn(N, wide).bfloat16()
     As, Bs = [torch.randn(rank, D)] * projections, [torch.randn(wide, rank)] * projections
-    parts = lora.Parts.of(N, projections * rank * (wide + D), x.device)
     cases = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, 1)), (None, torch.rand(rank), None))
     for dropout, diagonal, gate in cases:
         z = lora.down(x, As, dropout)
         strengths = Strengths(0.5, (gate,) * projections, (diagonal,) * projections)
         lora.up([base] * projections, z, Bs, strengths, [base] * projections)
-        dz = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None, parts)
-        lora.down_backward(x, dz, As, dropout, x, parts, 16, add=dropout is None)
-        lora.down_backward(None, dz, As, dropout, x, parts, 16, add=False)
-        lora.down_backward(x, dz, As, dropout, None, parts, 16, add=False)
+        dz, ups = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None)
+        downs = lora.down_backward(x, dz, As, dropout, x)
+        lora.down_backward(None, dz, As, dropout, x)
+        lora.down_backward(x, dz, As, dropout, None)
         scale.scale(base, torch.rand(wide), 15, gate, 1)
         scale.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
-    parts.total()
+        total([*ups, *downs])
 
 
 def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -77,7 +77,7 @@ def test_every_number_of_experts(experts: int, top_k: int) -> None:
     assert (gates > 0).sum(-1).eq(top_k).all()
 
 
-WIDE = kernels.WHOLE_WIDTH + 1  # the narrowest rows that go through the matrix units
+ACROSS = 256 * TILES["route_rows"].warps  # columns whose sums over rows are made at a time
 SHAPES = {
     # one token, one entry, one expert
     "one of everything": (1, 1, 1),
@@ -94,14 +94,15 @@ SHAPES = {
     "more than few": (FEW + 1, 17, 3),
     # nothing masked
     "exact rows": (2 * TILES["route_rows"].rows, 256, 7),
-    # the widest rows that a program holds
-    "widest rows": (3, kernels.WHOLE_WIDTH, 2),
+    # as wide as the columns of a program, a little wider, and twice that
+    "as wide as the threads": (3, ACROSS, 2),
+    "wider than the threads": (3, ACROSS + 1, 2),
+    "wide": (2, 2 * ACROSS, 2),
     # the same through the matrix units
     "many rows in tiles": (3 * TILES["route"].rows + 1, 17, 9),
     "exact tiles": (2 * TILES["route"].rows, 2 * TILES["route"].columns, 16),
     "single token in tiles": (1, 40, 8),
-    "just too wide": (3, WIDE, 2),
-    "wide": (2, 2_048, 2),
+    "wide in tiles": (2, 2_048, 8),
 }
 
 
@@ -119,11 +120,9 @@ def test_more_row_blocks_than_are_added_up_at_a_time(monkeypatch: pytest.MonkeyP
     compare(normal(6 * TILES["route_rows"].rows + 1, 9, seed=1), centers(2, 9), None, settings())
 
 
-def test_very_many_tokens_go_through_the_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MANY", 20)
-    assert kernels.in_whole_rows(20, 40, 3)
-    assert not kernels.in_whole_rows(21, 40, 3)
-    compare(normal(2 * TILES["route_many"].rows + 1, 40, seed=1), centers(3, 40), None, settings())
+    compare(normal(2 * TILES["route_many"].rows + 1, 40, seed=1), centers(8, 40), None, settings())
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -133,11 +132,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=["whole rows", "tiles"])
+@pytest.fixture(params=["sums", "matrix units"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test with this runs on both kernels, whatever the shape of its tokens."""
-    monkeypatch.setattr(kernels, "WHOLE_WIDTH", 1024 if request.param == "whole rows" else 0)
-    assert kernels.in_whole_rows(24, 16, 3) == (request.param == "whole rows")
+    monkeypatch.setattr(kernels, "BY_SUMS", kernels.MOST_EXPERTS if request.param == "sums" else 0)
 
 
 @pytest.mark.usefixtures("poison", "kernel")

@@ -112,6 +112,8 @@ class InferenceRun:
         blocks = self.built.decoder.layers
         compiling.allow_graphs(len(blocks))
         start, before = time.perf_counter(), compiling.graphs()
+        if self.built.context is not None:
+            self.built.context.sharing.prepare()
         call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=self.settings.backend)
         if self.settings.compile == "model":
             self.compiled = [(self.model, partial(call, self.model))]

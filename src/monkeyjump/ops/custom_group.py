@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from monkeyjump.ops.grouped import Frozen, outputs, split_like, through_weights
+from monkeyjump.ops.grouped import Frozen, down_gradients, outputs, split_like
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.kernels.lora import Parts
-from monkeyjump.ops.settings import Dropout, Strengths, rank_gradients, with_diagonal
+from monkeyjump.ops.kernels.parts import total
+from monkeyjump.ops.settings import Dropout, Strengths, new_seed, rank_gradients, with_diagonal
 
 Tensor = torch.Tensor
 # the compiler need not copy an input to give it the layout it was traced with: the ops make rows dense themselves
@@ -45,6 +45,17 @@ def _spread(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]
     for start, dgate in zip(starts, dgates, strict=True):
         wide[:, start : start + number] += dgate
     return [wide]
+
+
+@torch.library.custom_op("monkeyjump::drawn_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def drawn_seed(like: Tensor) -> Tensor:
+    """A seed for a mask, on the device of `like`."""
+    return new_seed(like.device)
+
+
+@drawn_seed.register_fake
+def _(like):
+    return like.new_empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("monkeyjump::grouped", mutates_args=(), tags=(ANY_LAYOUT,))
@@ -94,14 +105,10 @@ def grouped_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; all dB, for diagonals of ones, and with x all dA, one after the other)."""
     dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
-    dx = through_weights(dys, [weight]) if with_dx else z.new_empty(0)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
-    ups = sum(B.numel() for B in Bs)
-    parts = Parts.of(z.shape[0], ups + (0 if x is None else sum(A.numel() for A in As)), z.device)
-    dz = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), True, parts)
-    if with_dx or x is not None:
-        kernels.down_backward(x, dz, As, Dropout.of(seed, p), dx if with_dx else None, parts, ups, add=True)
-    return dx, parts.total()
+    dz, parts = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), True)
+    dx, more = down_gradients(dys, [weight], x, dz, As, Dropout.of(seed, p), with_dx)
+    return z.new_empty(0) if dx is None else dx, total([*parts, *more])
 
 
 @grouped_backward.register_fake
@@ -121,11 +128,9 @@ def grouped_up_backward(
     places: Places,
 ) -> tuple[Tensor, Tensor]:
     """(t = dy B [N, M * C]; all dB, for diagonals of ones, one after the other)."""
-    Bs = [B.contiguous() for B in Bs]
-    parts = Parts.of(z.shape[0], sum(B.numel() for B in Bs), z.device)
-    dys = [dy.contiguous() for dy in dys]
-    t = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), False, parts)
-    return t, parts.total()
+    dys, Bs = [dy.contiguous() for dy in dys], [B.contiguous() for B in Bs]
+    t, parts = kernels.up_backward(dys, z, Bs, _strengths(scale, gates, diagonals, places), False)
+    return t, total(parts)
 
 
 @grouped_up_backward.register_fake
@@ -146,13 +151,9 @@ def grouped_down_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; with x all dA, one after the other)."""
     dys, x = [dy.contiguous() for dy in dys], None if x is None else x.contiguous()
-    dx = through_weights(dys, [weight]) if with_dx else dz.new_empty(0)
     As = [A.contiguous() for A in As]
-    parts = Parts.of(dz.shape[0], 0 if x is None else sum(A.numel() for A in As), dz.device)
-    if with_dx or x is not None:
-        given = dx if with_dx else None
-        kernels.down_backward(x, dz.contiguous(), As, Dropout.of(seed, p), given, parts, 0, add=True)
-    return dx, parts.tensor.new_empty(0) if x is None else parts.total()
+    dx, parts = down_gradients(dys, [weight], x, dz.contiguous(), As, Dropout.of(seed, p), with_dx)
+    return dz.new_empty(0) if dx is None else dx, total(parts) if parts else dz.new_empty(0)
 
 
 @grouped_down_backward.register_fake

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from monkeyjump.ops.kernels import few
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.kernels.lora import Parts
+from monkeyjump.ops.kernels.parts import total
 from monkeyjump.ops.settings import (
     Dropout,
     GateColumns,
@@ -74,9 +74,13 @@ def grouped_lora(
     `together` are the weights of all as one, `columns` the gates. Under torch.compile the first is needed for several
     projections, and the second is faster.
     """
-    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # an op of its own draws the seed: the compiler takes two kernels for it
+        if dropout > 0 and seed is None:
+            from monkeyjump.ops.custom_group import drawn_seed
+
+            seed = drawn_seed(x)
         return _traced(x, seed, (scale, dropout), together or Frozen.of(projections), projections, columns)
+    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
     gates = [None if projection.gate is None else gate_rows(projection.gate) for projection in projections]
     if len({gate.stride(0) for gate in gates if gate is not None}) > 1:
         gates = [None if gate is None else gate.contiguous() for gate in gates]
@@ -140,22 +144,21 @@ class _Grouped(torch.autograd.Function):
         As, Bs, gates, diagonals = (tuple(arguments[i::FIELDS]) for i in range(FIELDS))
         strengths = Strengths(scale, gates, diagonals, every)
         dys = [rows_of(grad) for grad in grads]
-        dx = through_weights(dys, ctx.frozen.weights) if ctx.needs_input_grad[0] else None
         M, gated = len(As), any(ctx.needs_input_grad[4 + 2 :: FIELDS])
         simple = Bs[0].shape[1] == As[0].shape[0] and not gated
-        ups = sum(B.numel() for B in Bs)
-        parts = Parts.of(z.shape[0], ups + (0 if flat is None else sum(A.numel() for A in As)), z.device)
-        dz = kernels.up_backward(dys, z, Bs, strengths, simple, parts)
         result: list[Any] = [None] * (M * FIELDS)
+        dz, parts = kernels.up_backward(dys, z, Bs, strengths, simple)
         if not simple:
             dz, result[2::FIELDS] = rank_gradients(dz, z, strengths, gated)
-        if dx is not None or flat is not None:
-            kernels.down_backward(flat, dz, As, Dropout.of(seed, p), dx, parts, ups, add=True)
-        total = parts.total()
-        for m, dB in enumerate(split_like(total[:ups], Bs)):
+        dx, more = down_gradients(
+            dys, ctx.frozen.weights, flat, dz, As, Dropout.of(seed, p), with_dx=ctx.needs_input_grad[0]
+        )
+        sums = total([*parts, *more])
+        ups = sum(B.numel() for B in Bs)
+        for m, dB in enumerate(split_like(sums[:ups], Bs)):
             result[m * FIELDS + 1], result[m * FIELDS + 3] = with_diagonal(dB, Bs[m], diagonals[m])
         if flat is not None:
-            result[0::FIELDS] = split_like(total[ups:], As)
+            result[0::FIELDS] = split_like(sums[ups:], As)
         return None if dx is None else dx.view(ctx.shape), None, None, None, *result
 
 
@@ -199,15 +202,28 @@ def _joined_where_narrow(dys: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor
     return joined, [dy.shape[1] for dy in joined]
 
 
-def through_weights(dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum over m of dy_m W_m, in one tensor."""
-    if len(weights) < len(dys):
-        dys, widths = _joined_where_narrow(dys)
-        weights = weights[0].split(widths)
-    dx = dys[0] @ weights[0]
-    for dy, weight in zip(dys[1:], weights[1:], strict=True):
-        dx.addmm_(dy, weight)
-    return dx
+def down_gradients(
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    x: torch.Tensor | None,
+    dz: torch.Tensor,
+    As: Sequence[torch.Tensor],
+    dropout: Dropout | None,
+    with_dx: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """(dx [N, D] by the ranks and by the weights; with x the parts of dA).
+
+    The ranks come first: a product adds its result to what is there while it writes it, a kernel would have to read it.
+    """
+    dx = torch.empty(dz.shape[0], As[0].shape[1], dtype=dys[0].dtype, device=dz.device) if with_dx else None
+    parts = kernels.down_backward(x, dz, As, dropout, dx)
+    if dx is not None:
+        if len(weights) < len(dys):
+            dys, widths = _joined_where_narrow(dys)
+            weights = weights[0].split(widths)
+        for dy, weight in zip(dys, weights, strict=True):
+            dx.addmm_(dy, weight)
+    return dx, parts
 
 
 def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -144,6 +144,7 @@ class RoutingContext:
         self.generation += 1
         self.in_generation = True
         self.generated_from, self.task_ids, self.prompt_lengths = prompt_width, task_ids, prompt_lengths
+        self.sharing.prepare()  # Transformers may compile the decoding step
         try:
             yield
         finally:

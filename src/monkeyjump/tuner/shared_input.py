@@ -27,6 +27,7 @@ class SharedInput:
         self.family = family
         self.members = members
         self.traceable = False  # whether a compiler may take the group for granted
+        self.opens = self.closes = True  # whether it is the first, and the last, of its round
         self._packed: Packed | None = None
         self._seen: tuple[weakref.ref[torch.Tensor], int] | None = None  # the tensor and its version
         self._made: dict[int, torch.Tensor] = {}
@@ -48,10 +49,10 @@ class SharedInput:
 
     def traced_output(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
         """The same for a compiler, which cannot trace weak references: `place` is the projection's in the group."""
-        if not self.traceable or not torch.is_grad_enabled() or not dispatch.uses_kernels(x):
+        if not self.traceable or not dispatch.uses_kernels(x):
             return None
         if place == 0:
-            ys = self._outputs(x, None)
+            ys = self._outputs(x, self._traced_seed())
             self._traced = (x, ys) if len(self.members) > 1 and ys is not None else None
             return None if ys is None else ys[0]
         if self._traced is None or self._traced[0] is not x:
@@ -60,6 +61,17 @@ class SharedInput:
         if place == len(self.members) - 1:
             self._traced = None  # or the compiled graph would hand it out
         return y
+
+    def _traced_seed(self) -> torch.Tensor | None:
+        """One for all groups of a parent module: the first of them draws it, the last one lets it go."""
+        first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
+        if not first.training or not first.dropout:
+            return None
+        from monkeyjump.ops.custom_group import drawn_seed
+
+        seed = drawn_seed(first.A) if self.opens else self.family.round.seed
+        self.family.round.seed = None if self.closes else seed
+        return seed
 
     def prepare(self) -> None:
         """Find out whether a compiler may trace this group: called before it does."""

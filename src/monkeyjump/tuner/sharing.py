@@ -30,11 +30,19 @@ if TYPE_CHECKING:
 MOST_RANKS = 64  # of all projections of a group together: more are as well computed one by one
 
 
+class Round:
+    """One call of a parent module, as a compiler sees it: the seed of all masks, from the first group to the last."""
+
+    def __init__(self) -> None:
+        self.seed: torch.Tensor | None = None
+
+
 class Family:
     """The linears of one parent module whose adapters are alike: who of them shares an input is found out here."""
 
-    def __init__(self, adapter_name: str) -> None:
+    def __init__(self, adapter_name: str, round: Round) -> None:
         self.adapter_name = adapter_name
+        self.round = round
         self.layers: list[MonkeyJumpLayer] = []
         self.misjudged = False  # some member of a group came with another tensor
         self.packs = True  # whether weights of a group may be put side by side
@@ -111,6 +119,7 @@ class Family:
             group.prepare()
 
     def clear(self) -> None:
+        self.round.seed = None
         for group in self.groups():
             group.clear()
 
@@ -142,7 +151,14 @@ class Family:
         self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_last": None, "_follows": {}, "_complete": False, "_seed": None, "_masked": set()}
+        fresh: dict[str, Any] = {
+            "_last": None,
+            "_follows": {},
+            "_complete": False,
+            "_seed": None,
+            "_masked": set(),
+        }
+        return {**vars(self), **fresh}
 
 
 class Sharing:
@@ -150,6 +166,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self.families: dict[tuple, Family] = {}
+        self.rounds: dict[tuple, Round] = {}  # by parent module
 
     def join(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
         """Let a projection share its pass over the input with the other linears of its parent module."""
@@ -157,7 +174,8 @@ class Sharing:
         if isinstance(adapter, LoraAdapter) and adapter.fused:
             kind = (type(adapter), *adapter.A.shape, adapter.B.shape[1], routed)
             key = (adapter_name, layer.path.rpartition(".")[0], *kind)
-            family = self.families.setdefault(key, Family(adapter_name))
+            round = self.rounds.setdefault(key[:2], Round())
+            family = self.families.setdefault(key, Family(adapter_name, round))
             family.join(layer)
             layer.families[adapter_name] = family
             adapter.seeds = family.seed_of
@@ -175,6 +193,11 @@ class Sharing:
         """Let a compiler know the groups that were found; whether all were."""
         for family in self.families.values():
             family.prepare()
+        for round in self.rounds.values():
+            families = [family for family in self.families.values() if family.round is round]
+            groups = [group for family in families for group in family.groups() if group.traceable]
+            for group in groups:
+                group.opens, group.closes = group is groups[0], group is groups[-1]
         return not self.waiting()
 
     def release(self) -> None:

@@ -4,7 +4,7 @@
 
 With few tokens a launch costs more than what it does. Here every program makes the z = dropout(x) A^T that it needs by
 itself, the same for every tile of columns of y, instead of waiting for another kernel. Few ranks are plain sums in
-fp32 over a handful of rows, more go through the matrix units; operands are rounded as the kernels `down` and `up` do.
+fp32 over a handful of rows, more go through the matrix units; operands are rounded where `down` and `up` do.
 
 Shapes: N tokens, D and O input and output width, M projections that share x, R rank of one A, C columns of B (column c
 reads z[:, c % R]), G gates of a token.
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from monkeyjump.ops.kernels import lora
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora import dropped, gates_of_token, mask_numbers, strength, strength_numbers
+from monkeyjump.ops.kernels.pieces import dropped, gates_of_token, mask_numbers, strength, strength_numbers
 from monkeyjump.ops.kernels.products import product
 from monkeyjump.ops.kernels.tiles import FEW, TILES, padded, row_blocks
 from monkeyjump.ops.settings import Dropout, Strengths
@@ -29,7 +29,8 @@ MOST_COLUMNS = 128  # of B: with more, making z again for every tile is no small
 # of plain sums: ranks, each of which takes registers for every row; columns of B; entries of an A, all written out
 SUMS_RANKS, SUMS_COLUMNS, SUMS_ENTRIES = 4, 8, 10_240
 EARLY = 4  # steps along a row that are loaded before anything else
-ALONG = 1024  # entries of a row for a warp: warps that share a row must wait for each other
+ALONG = 256  # entries of a row for a warp
+WIDE = 1024  # columns of x beyond which its rows, read again for every tile, are worth wider ones
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def row_sums(x, early, A, early_A, rows, N, D, seed, threshold, keep_scale,
         found = ()
         for r in tl.static_range(R):
             a = early_A[step * R + r] if step < len(early) else tl.load(A + r * D + cols, mask=cols < D, other=0.0)
-            share = tile.to(tl.float32) * a.to(tile.dtype).to(tl.float32)[None, :]
+            share = tile.to(tl.float32) * a[None, :]
             if step > 0:
                 share += totals[r]
             found = found + (share,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
@@ -189,7 +190,7 @@ def at_once(
         *strength_numbers(strengths, z), R, C, gates_of_token(strengths),
     )  # fmt: skip
     if R <= SUMS_RANKS and C <= SUMS_COLUMNS and R * D <= SUMS_ENTRIES:
-        tile = TILES["few_sums"]
+        tile = TILES["few_sums" if D <= WIDE else "few_sums_wide"]
         warps = max(1, min(tile.warps, padded(D) // ALONG))
         rows, width, depth = min(tile.rows, padded(N, 1)), tile.width(max(Os)), min(padded(D), 256 * warps)
         steps = row_blocks(D, depth)

@@ -7,81 +7,32 @@
 
 Shapes: N tokens, D and O input and output width, M projections that share x, R rank of one A, C columns of B (C = R, or
 experts * R where the experts share one A and column c reads z[:, c % R]), G gates of a token, P row blocks. Sums over
-tokens are written per row block and added up by a second kernel in a fixed order: the same bits every time, which
-atomics would not give.
+tokens are parts: one for each row block, for `parts.total` to add up. Few columns are left to the kernels of `thin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels import thin
 from monkeyjump.ops.kernels.launch import Launcher
+from monkeyjump.ops.kernels.parts import new_parts, total
+from monkeyjump.ops.kernels.pieces import (
+    dropped,
+    gates_of_token,
+    mask_numbers,
+    scaled,
+    stacked,
+    stacked_rows,
+    strength_numbers,
+)
 from monkeyjump.ops.kernels.products import fp32_product, precise_product, product
 from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
 from monkeyjump.ops.settings import Dropout, Strengths
-
-
-@triton.jit
-def dropped(tile, rows, cols, width, seed, threshold):
-    """The tile with the zeros of `reference.keep_mask`: entry i of x is kept as a pure function of (seed, i)."""
-    start = (rows.to(tl.uint32) * width + seed) * 0x9E3779B1  # modulo 2 ** 32, as all of it
-    bits = start[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
-    bits = ((bits ^ (bits >> 15)) + seed * 0xC2B2AE35) * 0x85EBCA6B
-    return tl.where(bits >= threshold, tile, 0.0)
-
-
-@triton.jit
-def stacked(tensors, index, across, row_stride, col_stride, inside, R: tl.constexpr):
-    """Entry [i, j] of the tensors stacked along i, R of each: index [.., 1] or [1, ..], across the other way."""
-    tile = tl.load(tensors[0] + index * row_stride + across * col_stride, mask=inside & (index < R), other=0.0)
-    for m in tl.static_range(1, len(tensors)):
-        own = inside & (index >= m * R) & (index < (m + 1) * R)
-        tile += tl.load(tensors[m] + (index - m * R) * row_stride + across * col_stride, mask=own, other=0.0)
-    return tile
-
-
-@triton.jit
-def stacked_rows(tensors, ranks, cols, D, R: tl.constexpr):
-    """The rows of the tensors [R, D], stacked and transposed: [BD, MP]. Few rows are read one by one, each once."""
-    if R * len(tensors) <= 16:
-        inside = cols < D
-        tile = tl.where((ranks == 0)[None, :], tl.load(tensors[0] + cols, mask=inside, other=0.0)[:, None], 0.0)
-        for row in tl.static_range(1, R * len(tensors)):
-            values = tl.load(tensors[row // R] + (row % R) * D + cols, mask=inside, other=0.0)
-            tile = tl.where((ranks == row)[None, :], values[:, None], tile)
-    else:
-        tile = stacked(tensors, ranks[None, :], cols[:, None], D, 1, (cols < D)[:, None], R)
-    return tile
-
-
-@triton.jit
-def strength(gate, diagonal, scale, rows, cols, N, gate_stride, every, C: tl.constexpr, G: tl.constexpr):
-    """s of a row block in these columns of B, zero outside: [BN, CP]."""
-    inside = (rows < N)[:, None] & (cols < C)[None, :]
-    s = tl.where(inside, scale, 0.0)
-    if diagonal is not None:
-        s *= tl.load(diagonal + cols, mask=cols < C, other=0.0)[None, :]
-    if gate is not None:
-        first = gate + (rows // every) * gate_stride
-        if G == 1:
-            s *= tl.load(first, mask=rows < N, other=0.0)[:, None]
-        else:
-            s *= tl.load(first[:, None] + (cols // (C // G))[None, :], mask=inside, other=0.0)
-    return s
-
-
-@triton.jit
-def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every,
-           R: tl.constexpr, C: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """(z, s) of a row block in the columns of B, zero outside: [BN, CP] each."""
-    inside = (rows < N)[:, None] & (cols < C)[None, :]
-    values = tl.load(z + rows[:, None] * z_stride + (cols % R)[None, :], mask=inside, other=0.0)
-    return values, strength(gate, diagonal, scale, rows, cols, N, gate_stride, every, C, G)
 
 
 @triton.jit
@@ -165,8 +116,8 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offs
 
 
 @triton.jit
-def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D, W, offset,
-                         R: tl.constexpr, MP: tl.constexpr, ADD: tl.constexpr,
+def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D,
+                         R: tl.constexpr, MP: tl.constexpr,
                          BN: tl.constexpr, BD: tl.constexpr, PRECISE: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     rows = block * BN + tl.arange(0, BN)
@@ -186,7 +137,7 @@ def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D
         else:
             part = product(tl.trans(dz_tile.to(tile.dtype)), tile)
         mask = (ranks < number)[:, None] & (cols < D)[None, :]
-        tl.store(parts + block.to(tl.int64) * W + offset + ranks[:, None] * D + cols[None, :], part, mask=mask)
+        tl.store(parts + (block.to(tl.int64) * number + ranks[:, None]) * D + cols[None, :], part, mask=mask)
     if dx is not None:
         a = stacked(As, ranks[:, None], cols[None, :], D, 1, (cols < D)[None, :], R)
         if PRECISE:
@@ -195,33 +146,22 @@ def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D
             back = product(dz_tile.to(dx.dtype.element_ty), a.to(dx.dtype.element_ty))
         if seed is not None:
             back = dropped(back, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
-        if ADD:
-            back += tl.load(dx + where, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + where, back.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def add_parts_kernel(parts, out, P, W, BP: tl.constexpr, BW: tl.constexpr):
-    """out[w] = sum over p of parts[p, w]."""
-    cols = tl.program_id(0) * BW + tl.arange(0, BW)
-    acc = tl.zeros((BP, BW), tl.float32)
-    for start in range(0, P, BP):
-        blocks = start + tl.arange(0, BP)
-        mask = (blocks < P)[:, None] & (cols < W)[None, :]
-        acc += tl.load(parts + blocks.to(tl.int64)[:, None] * W + cols[None, :], mask=mask, other=0.0)
-    tl.store(out + cols, tl.sum(acc, 0), mask=cols < W)
-
-
-_down, _up, _up_backward, _down_backward, _add_parts = map(
-    Launcher, (down_kernel, up_kernel, up_backward_kernel, down_backward_kernel, add_parts_kernel)
+_down, _up, _up_backward, _down_backward = map(
+    Launcher, (down_kernel, up_kernel, up_backward_kernel, down_backward_kernel)
 )
 
 
 def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, precise: bool = False) -> torch.Tensor:
-    """x [N, D], M of [R, D] -> z [N, M * R], fp32. A is rounded to the dtype of x, unless `precise`."""
+    """x [N, D], M of [R, D] -> z [N, M * R], fp32. Of many columns A is rounded to the dtype of x, unless `precise`."""
     N, D = x.shape
     R = As[0].shape[0]
     z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
+    if len(As) * R <= thin.MOST_COLUMNS:
+        thin.down(x, As, dropout, z)
+        return z
     tile, columns = TILES["down"], padded(len(As) * R)
     _down((row_blocks(N, tile.rows), 1),
         x, tuple(As), z, *mask_numbers(dropout), N, D, R, columns, tile.rows,
@@ -254,52 +194,28 @@ def up(
     )  # fmt: skip
 
 
-@dataclass
-class Parts:
-    """Sums over the tokens of each row block, for gradients that one last kernel adds up: [P, W] fp32."""
-
-    tensor: torch.Tensor
-    rows: int  # of a block
-
-    @classmethod
-    def of(cls, tokens: int, width: int, device: torch.device) -> Parts:
-        rows = TILES["backward"].rows
-        return cls(torch.empty(row_blocks(tokens, rows), width, device=device, dtype=torch.float32), rows)
-
-    def total(self) -> torch.Tensor:
-        P, W = self.tensor.shape
-        out = torch.empty(W, device=self.tensor.device, dtype=torch.float32)
-        tile = TILES["add_parts"]
-        _add_parts((row_blocks(W, tile.columns), 1),
-            self.tensor, out, P, W, min(padded(P, 1), tile.rows), tile.columns, warps=tile.warps
-        )  # fmt: skip
-        return out
-
-
 def up_backward(
-    dys: Sequence[torch.Tensor],
-    z: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    times_s: bool,
-    parts: Parts,
-) -> torch.Tensor:
-    """t = dy B of every projection, [N, M * C] fp32, times s if asked. The dB [O, C] go to the start of the parts.
+    dys: Sequence[torch.Tensor], z: torch.Tensor, Bs: Sequence[torch.Tensor], strengths: Strengths, times_s: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(t = dy B of every projection, [N, M * C] fp32, times s if asked; the parts of all dB [O, C]).
 
-    They are those of a diagonal of ones: `settings.with_diagonal` makes of them the true ones and the diagonal's.
+    The dB are those of a diagonal of ones: `settings.with_diagonal` makes of them the true ones and the diagonal's.
     """
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
-    Os = tuple(B.shape[0] for B in Bs)
     t = torch.empty(N, M * C, device=z.device, dtype=torch.float32)
+    if C in thin.COLUMNS_OF_B:
+        return t, thin.up_backward(dys, z, Bs, strengths, times_s, t)
+    Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["backward"]
-    _up_backward((parts.tensor.shape[0], M),
-        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts.tensor, Os,
+    parts = new_parts(N, tile.rows, sum(Os) * C, z.device)
+    _up_backward((parts.shape[0], M),
+        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts, Os,
         tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
-        parts.tensor.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths),
-        times_s, padded(C), parts.rows, tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
+        parts.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths),
+        times_s, padded(C), tile.rows, tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
-    return t
+    return t, [parts]
 
 
 def down_backward(
@@ -308,47 +224,32 @@ def down_backward(
     As: Sequence[torch.Tensor],
     dropout: Dropout | None,
     dx: torch.Tensor | None,
-    parts: Parts,
-    offset: int,
-    add: bool,
     precise: bool = False,
-) -> None:
-    """From dz [N, M * R] fp32: dz A into dx [N, D] (added to it if asked), dA [M * R, D] into the parts at `offset`.
+) -> list[torch.Tensor]:
+    """From dz [N, M * R] fp32: dz A into dx [N, D], and the parts of dA [M * R, D].
 
     Without dx, or without x, that part is left out. dz and A are rounded to the dtype of x, unless `precise`.
     """
-    N, D = dz.shape[0], As[0].shape[1]
-    R = As[0].shape[0]
+    if x is None and dx is None:
+        return []
+    N, (R, D) = dz.shape[0], As[0].shape
     columns = padded(len(As) * R)
     tile = TILES["backward"]
     width = tile.width(D, columns)
-    _down_backward((parts.tensor.shape[0], row_blocks(D, width)),
-        x, dz, tuple(As), dx, None if x is None else parts.tensor, *mask_numbers(dropout), N, D,
-        parts.tensor.shape[1], offset, R, columns, add, parts.rows, width, precise, warps=tile.warps,
+    parts = None if x is None else new_parts(N, tile.rows, len(As) * R * D, dz.device)
+    _down_backward((row_blocks(N, tile.rows), row_blocks(D, width)),
+        x, dz, tuple(As), dx, parts, *mask_numbers(dropout), N, D, R, columns, tile.rows, width, precise,
+        warps=tile.warps,
     )  # fmt: skip
-
-
-def mask_numbers(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, float]:
-    return (None, 0, 1.0) if dropout is None else (dropout.seed, dropout.threshold, dropout.scale)
-
-
-def strength_numbers(strengths: Strengths, z: torch.Tensor) -> tuple[float, int, int, int, int]:
-    gate = strengths.gates[0]
-    return strengths.scale, z.shape[0], z.stride(0), 0 if gate is None else gate.stride(0), strengths.every
-
-
-def gates_of_token(strengths: Strengths) -> int:
-    gate = strengths.gates[0]
-    return 1 if gate is None else gate.shape[1]
+    return [] if parts is None else [parts]
 
 
 def up_backward_alone(
     dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths, times_s: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(t [N, C], dB [O, C] for a diagonal of ones) of one projection."""
-    parts = Parts.of(dy.shape[0], B.numel(), dy.device)
-    t = up_backward([dy], z, [B], strengths, times_s, parts)
-    return t, parts.total().view(B.shape)
+    t, parts = up_backward([dy], z, [B], strengths, times_s)
+    return t, total(parts).view(B.shape)
 
 
 def down_backward_alone(
@@ -361,8 +262,6 @@ def down_backward_alone(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx [N, D], None without a dtype; dA [M * R, D], None without x)."""
     N, (R, D) = dz.shape[0], As[0].shape
-    rows = len(As) * R
     dx = None if dx_dtype is None else torch.empty(N, D, device=dz.device, dtype=dx_dtype)
-    parts = Parts.of(N, 0 if x is None else rows * D, dz.device)
-    down_backward(x, dz, As, dropout, dx, parts, 0, add=False, precise=precise)
-    return dx, None if x is None else parts.total().view(rows, D)
+    parts = down_backward(x, dz, As, dropout, dx, precise)
+    return dx, total(parts).view(len(As) * R, D) if parts else None

@@ -1,8 +1,6 @@
 """Triton kernels of the centroid router: tokens to gates, and what the centres will follow.
 
-Two kernels route. Where a program can hold whole rows of h in its registers, it reads them once and works with plain
-fp32 sums; wider rows, more experts and very many tokens go through the matrix units tile by tile, and h is read again
-for the sums.
+Two kernels route: one by plain fp32 sums for few experts, one by the matrix units for more.
 
 Shapes: N tokens, D hidden width, E experts, P row blocks. Each row block writes its own sums; a second
 kernel adds them up in a fixed order.
@@ -17,16 +15,14 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora import stacked_rows
+from monkeyjump.ops.kernels.pieces import columns_of, depth, lane_sums, row_tiles, stacked_rows
 from monkeyjump.ops.kernels.products import precise_product
 from monkeyjump.ops.kernels.tiles import FEW, TILES, Tile, padded, row_blocks
 from monkeyjump.ops.settings import Routing
 
 MOST_EXPERTS = 16
 MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
-# of whole rows in registers: beyond the first they do not fit, beyond the second the plain sums cost more than the
-# matrix units, beyond the third (`MANY`) so many row blocks' sums are a burden of their own
-WHOLE_WIDTH, WHOLE_EXPERTS = 1024, 7
+BY_SUMS = 7  # experts: each is two instructions for every entry of h
 
 
 @triton.jit
@@ -83,16 +79,6 @@ def route_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_tempe
 
 
 @triton.jit
-def handed_over(value, BN: tl.constexpr):
-    """The same [BN], held by other threads: each by one, not by all, or by all again.
-
-    A sum over columns leaves every thread of the program with every row's result, and the compiler would go on like
-    this through all of the gates; the other way it would make the gates again for every thread that weighs by them.
-    """
-    return tl.gather(value, tl.arange(0, BN), 0)
-
-
-@triton.jit
 def kept(logits, e: tl.constexpr, K: tl.constexpr):
     """Where expert e is one of the K largest of E times [BN]; ties go to the lower index."""
     beaten = tl.zeros_like(logits[e]).to(tl.int32)
@@ -105,62 +91,98 @@ def kept(logits, e: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def store_gates(gates, logits, rows, N, inverse_temperature, K: tl.constexpr, RENORMALIZE: tl.constexpr):
+def gate_columns(logits, inverse_temperature, K: tl.constexpr, RENORMALIZE: tl.constexpr, EP: tl.constexpr):
+    """The gates [BN, EP] of E times [BN], zero beyond E."""
     E: tl.constexpr = len(logits)
+    experts = tl.arange(0, EP)
     highest = logits[0]
     for e in tl.static_range(1, E):
         highest = tl.maximum(highest, logits[e])
-    shares = ()
     total, left = tl.zeros_like(highest), tl.zeros_like(highest)
+    shares = tl.zeros((highest.shape[0], EP), tl.float32)
     for e in tl.static_range(E):
         share = tl.exp((logits[e] - highest) * inverse_temperature)
         total += share
         share = tl.where(kept(logits, e, K), share, 0.0)
         left += share
-        shares = shares + (share,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+        shares = tl.where((experts == e)[None, :], share[:, None], shares)
     scale = 1.0 / total
     if RENORMALIZE:
         scale = scale / tl.maximum(left * scale, 1e-12)
-    for e in tl.static_range(E):
-        tl.store(gates + rows * E + e, shares[e] * scale, mask=rows < N)
+    return shares * scale[:, None]
+
+
+@triton.jit
+def center_length(center, D, BW: tl.constexpr):
+    squares = tl.zeros((BW,), tl.float32)
+    for start in range(0, D, BW):
+        cols = start + tl.arange(0, BW)
+        values = tl.load(center + cols, mask=cols < D, other=0.0)
+        squares += values * values
+    return tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1e-12)
+
+
+@triton.jit
+def row_products(h, centers, rows, N, D, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    """(norms, products with each centre), [BN] each."""
+    row_starts = h + rows.to(tl.int64)[:, None] * D
+    squares, dots = tl.zeros((BN, BD // 4), tl.float32), ()
+    for _ in tl.static_range(len(centers)):
+        dots = dots + (tl.zeros((BN, BD // 4), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+    for start in range(0, D, BD * DEPTH):
+        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH)
+        for step in tl.static_range(DEPTH):
+            cols = columns_of(start + step * BD, BD)
+            tile = tiles[step].to(tl.float32)
+            squares += lane_sums(tile * tile, BN, BD)
+            more = ()
+            for e in tl.static_range(len(centers)):
+                center = tl.load(centers[e] + cols, mask=cols < D, other=0.0)
+                more = more + (dots[e] + lane_sums(tile * center[None, :], BN, BD),)  # type: ignore[assignment]  # noqa: RUF005
+            dots = more
+    found = ()
+    for e in tl.static_range(len(centers)):
+        found = found + (tl.sum(dots[e], 1),)  # type: ignore[assignment]  # noqa: RUF005
+    return tl.maximum(tl.sqrt(tl.sum(squares, 1)), 1e-12), found
 
 
 @triton.jit
 def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_temperature,
                       K: tl.constexpr, MEMBER_K: tl.constexpr, RENORMALIZE: tl.constexpr, UNIT: tl.constexpr,
-                      BN: tl.constexpr, DP: tl.constexpr):  # fmt: skip
-    """The same from whole rows: with all warps side by side along the row, no sum over tokens crosses a thread."""
+                      EP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr,
+                      BW: tl.constexpr):  # fmt: skip
+    """The same by plain sums, for few experts.
+
+    The rows are read twice, the second time out of the cache: sums along a row want it in the threads of one warp,
+    sums over rows want the same columns of all of them in one thread.
+    """
     E: tl.constexpr = len(centers)
-    block = tl.program_id(0)
-    rows, cols = block * BN + tl.arange(0, BN), tl.arange(0, DP)
-    inside = cols < D
-    tile = tl.load(
-        h + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=(rows < N)[:, None] & inside[None, :], other=0.0
-    )
-    lengths = ()
-    for e in tl.static_range(E):  # while the rows are on their way
-        center = tl.load(centers[e] + cols, mask=inside, other=0.0)
-        lengths = lengths + (tl.maximum(tl.sqrt(tl.sum(center * center, 0)), 1e-12),)  # type: ignore[assignment]  # noqa: RUF005
-    tile = tile.to(tl.float32)
-    norm = tl.maximum(tl.sqrt(handed_over(tl.sum(tile * tile, 1), BN)), 1e-12)
+    block, experts = tl.program_id(0), tl.arange(0, EP)
+    rows = block * BN + tl.arange(0, BN)
+    norm, dots = row_products(h, centers, rows, N, D, BN, BD, DEPTH)
     logits = ()
     for e in tl.static_range(E):
-        center = tl.load(centers[e] + cols, mask=inside, other=0.0)
-        dots = handed_over(tl.sum(tile * center[None, :], 1), BN)
-        logits = logits + (dots / (norm * lengths[e]),)  # type: ignore[assignment]  # noqa: RUF005
-    store_gates(gates, logits, rows, N, inverse_temperature, K, RENORMALIZE)
+        logits = logits + (dots[e] / (norm * center_length(centers[e], D, BW)),)  # type: ignore[assignment]  # noqa: RUF005
+    found = gate_columns(logits, inverse_temperature, K, RENORMALIZE, EP)
+    tl.store(gates + rows[:, None] * E + experts[None, :], found, mask=(rows < N)[:, None] & (experts < E)[None, :])
     if parts is not None:
         counted = rows < N
         if queries is not None:
             counted = counted & (tl.load(queries + rows, mask=rows < N, other=0) != 0)
-            # padding may hold anything, NaN too, which a weight of zero would not take out
-            tile = tl.where((handed_over(counted.to(tl.int32), BN) != 0)[:, None], tile, 0.0)
+        weights, members = (), tl.zeros((BN, EP), tl.float32)
         for e in tl.static_range(E):
-            members = counted & kept(logits, e, MEMBER_K)
-            tl.store(numbers + block * E + e, tl.sum(members.to(tl.float32), 0))
-            weight = handed_over(tl.where(members, 1.0 / norm if UNIT else 1.0, 0.0), BN)
-            share = tl.sum(tile * weight[:, None], 0)
-            tl.store(parts + (block.to(tl.int64) * E + e) * D + cols, share, mask=inside)
+            member = counted & kept(logits, e, MEMBER_K)
+            members = tl.where((experts == e)[None, :] & member[:, None], 1.0, members)
+            weights = weights + (tl.where(member, 1.0 / norm if UNIT else 1.0, 0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        tl.store(numbers + block * E + experts, tl.sum(members, 0), mask=experts < E)
+        for start in range(0, D, BW):
+            cols = columns_of(start, BW)
+            # padding may hold anything, NaN too: a token that does not count is not read
+            inside = counted[:, None] & (cols < D)[None, :]
+            tile = tl.load(h + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+            for e in tl.static_range(E):
+                share = tl.sum(tile * weights[e][:, None], 0)
+                tl.store(parts + (block.to(tl.int64) * E + e) * D + cols, share, mask=cols < D)
 
 
 @triton.jit
@@ -194,10 +216,6 @@ def supported(experts: int) -> bool:
     return experts <= MOST_EXPERTS
 
 
-def in_whole_rows(tokens: int, width: int, experts: int) -> bool:
-    return padded(width) <= WHOLE_WIDTH and experts <= WHOLE_EXPERTS and tokens <= MANY
-
-
 def route(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
     """h [N, D], E centres [D] -> gates [N, E], fp32."""
     gates = torch.empty(h.shape[0], len(centers), device=h.device, dtype=torch.float32)
@@ -215,7 +233,7 @@ def route_and_sum(
 ) -> torch.Tensor:
     """gates [N, E]; of the tokens that are queries ([N] bool; None: all) E sums [D] and counts [] are written."""
     N, D = h.shape
-    E, P = len(centers), row_blocks(N, _tile(h, len(centers), True).rows)
+    E, P = len(centers), row_blocks(N, _tile(N, len(centers), True).rows)
     gates = torch.empty(N, E, device=h.device, dtype=torch.float32)
     parts = torch.empty(P, E, D, device=h.device, dtype=torch.float32)
     numbers = torch.empty(P, E, device=h.device, dtype=torch.float32)
@@ -236,11 +254,15 @@ def _launch(
     routing: Routing,
 ) -> None:
     (N, D), E = h.shape, len(centers)
-    tile = _tile(h, E, outputs[1] is not None)
+    tile = _tile(N, E, outputs[1] is not None)
     how = (1 / routing.temperature, routing.top_k, routing.member_k, routing.renormalize, routing.unit)
     grid, tensors = (row_blocks(N, tile.rows), 1), (h, tuple(centers), queries, *outputs)
-    if in_whole_rows(N, D, E):
-        _route_rows(grid, *tensors, N, D, *how, tile.rows, padded(D), warps=tile.warps, stages=tile.stages)
+    if E <= BY_SUMS:
+        width, across = tile.width(D), min(padded(D), 128 * tile.warps)  # 4 columns for each thread
+        _route_rows(
+            grid, *tensors, N, D, *how, padded(E, 1), tile.rows, width, depth(D, width, tile.stages), across,
+            warps=tile.warps,
+        )  # fmt: skip
         return
     _route(
         grid, *tensors, N, D, *how, h.dtype == torch.bfloat16, padded(E), tile.rows, tile.width(D),
@@ -248,13 +270,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _tile(h: torch.Tensor, experts: int, sums: bool) -> Tile:
-    N, D = h.shape
-    if not in_whole_rows(N, D, experts):
-        return TILES["route" if N <= MANY else "route_many"]
-    if N <= FEW and not sums:
-        return TILES["route_few"]
-    tile = TILES["route_rows"]
-    # rows of fp32 take twice the registers; 8 columns for each thread of as many warps as that makes, all along the row
-    rows = tile.rows if h.element_size() == 2 else tile.rows // 2
-    return Tile(rows, tile.columns, max(1, min(tile.warps, padded(D) // 256)), tile.stages)
+def _tile(tokens: int, experts: int, sums: bool) -> Tile:
+    if experts > BY_SUMS:
+        return TILES["route" if tokens <= MANY else "route_many"]
+    return TILES["route_few" if tokens <= FEW and not sums else "route_rows"]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora import Parts
+from monkeyjump.ops.kernels.parts import new_parts, total
 from monkeyjump.ops.kernels.tiles import TILES, row_blocks
 
 
@@ -101,9 +101,9 @@ def scale_backward(
     N, O = base.shape
     tile = TILES["backward"]
     dbase = torch.empty_like(base)
-    parts = Parts.of(N, O, base.device)
-    _scale_backward((parts.tensor.shape[0], row_blocks(O, tile.width(O))),
-        dy, base, offset, gate, dbase, parts.tensor, N, O, 0 if gate is None else gate.stride(0), every, degree,
-        parts.rows, tile.width(O), warps=tile.warps,
+    parts = new_parts(N, tile.rows, O, base.device)
+    _scale_backward((parts.shape[0], row_blocks(O, tile.width(O))),
+        dy, base, offset, gate, dbase, parts, N, O, 0 if gate is None else gate.stride(0), every, degree,
+        tile.rows, tile.width(O), warps=tile.warps,
     )  # fmt: skip
-    return dbase, parts.total()
+    return dbase, total([parts])

@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 
 FAST_MEMORY = 8192  # entries of the other operand of a tile; several of them lie in a multiprocessor's memory at a time
-# tokens up to which a launch costs more than its work, and work is done twice to save one; not measured yet
+# tokens up to which a launch costs more than its work, and work is done twice to save one: with 64 tokens one launch
+# took a third of the time of two, at widths of 896 and 4096
 FEW = 64
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined, so do we
 
@@ -24,7 +25,7 @@ def row_blocks(tokens: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a program's tile, its warps, and how deep its loop is pipelined."""
+    """Rows and columns of a program's tile, its warps, and how many tiles are loaded ahead."""
 
     rows: int
     columns: int
@@ -39,14 +40,19 @@ class Tile:
 TILES = {
     "down": Tile(32, 128, stages=4),
     "up": Tile(32, 128),
-    "few_sums": Tile(4, 64),  # four warps only along rows that are long enough for them
+    "few_sums": Tile(4, 128),
+    "few_sums_wide": Tile(4, 256),
     "few_products": Tile(16, 128),
-    "backward": Tile(64, 128, warps=8),  # one for all: their row blocks write into the same `Parts`
+    "backward": Tile(64, 128, warps=8),
+    "thin_down": Tile(32, 128, warps=8, stages=8),
+    "thin_down_wide": Tile(32, 256, warps=16, stages=4),
+    "thin_up_backward": Tile(16, 1024),
+    "thin_up_backward_narrow": Tile(64, 256),
     "add_parts": Tile(64, 16),
     "route": Tile(32, 128, stages=4),
     "route_many": Tile(64, 128, stages=4),
-    "route_rows": Tile(16, 1024, stages=1),  # whole rows: 128 entries for a thread
-    "route_few": Tile(2, 1024, warps=1, stages=1),  # one warp: no sum waits for another
+    "route_rows": Tile(16, 128, warps=8, stages=8),
+    "route_few": Tile(2, 128, warps=1, stages=8),  # one warp: no sum waits for another
     "add_sums": Tile(256, 16),  # at 4,096 tokens all row blocks at once, in a hundred programs
     "scale": Tile(32, 128),
     "nearest": Tile(128, 64),

@@ -1,0 +1,176 @@
+"""Kernels for few columns (a low rank, few projections): plain fp32 sums instead of matrix products.
+
+A matrix instruction multiplies 16 columns whatever is asked of it, and its operands pass through shared memory with
+barriers between the steps. For a handful of columns the sums are as fast as the reading: every thread adds up the
+entries it has loaded at once, and only one number of each thread and column crosses to others.
+
+Shapes: as in `lora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from monkeyjump.ops.kernels.launch import Launcher
+from monkeyjump.ops.kernels.parts import new_parts
+from monkeyjump.ops.kernels.pieces import (
+    columns_of,
+    depth,
+    dropped,
+    gates_of_token,
+    lane_sums,
+    mask_numbers,
+    row_tiles,
+    strength_numbers,
+)
+from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
+from monkeyjump.ops.settings import Dropout, Strengths
+
+MOST_COLUMNS = 8  # of z: each is an instruction for every entry of x
+COLUMNS_OF_B = (1, 2, 4)
+WIDE = 1024  # columns of x from which more warps share a row
+
+
+@triton.jit
+def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
+                R: tl.constexpr, CP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+                DEPTH: tl.constexpr):  # fmt: skip
+    rows, columns = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, CP)
+    number: tl.constexpr = R * len(As)
+    row_starts = x + rows.to(tl.int64)[:, None] * D
+    sums = ()
+    for _ in tl.static_range(number):
+        sums = sums + (tl.zeros((BN, BD // 4), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+    for start in range(0, D, BD * DEPTH):
+        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH)
+        for step in tl.static_range(DEPTH):
+            cols = columns_of(start + step * BD, BD)
+            tile = tiles[step]
+            if seed is not None:
+                tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
+            tile = tile.to(tl.float32)
+            added = ()
+            for c in tl.static_range(number):
+                a = tl.load(As[c // R] + (c % R) * D + cols, mask=cols < D, other=0.0)
+                added = added + (sums[c] + lane_sums(tile * a[None, :], BN, BD),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = added
+    found = tl.zeros((BN, CP), tl.float32)
+    for c in tl.static_range(number):
+        found = tl.where((columns == c)[None, :], tl.sum(sums[c], 1)[:, None], found)
+    mask = (rows < N)[:, None] & (columns < number)[None, :]
+    tl.store(z + rows[:, None] * number + columns[None, :], found * keep_scale, mask=mask)
+
+
+@triton.jit
+def side_by_side(columns, BN: tl.constexpr, BD: tl.constexpr):
+    """One [BN, BD, C] of C times [BN, BD], for C = 1, 2 or 4."""
+    if len(columns) == 1:
+        result = tl.reshape(columns[0], (BN, BD, 1))
+    elif len(columns) == 2:
+        result = tl.join(columns[0], columns[1])
+    else:
+        result = tl.reshape(tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3])), (BN, BD, 4))
+    return result
+
+
+@triton.jit
+def column_strength(gate, scale, rows, N, gate_stride, every, c: tl.constexpr, C: tl.constexpr, G: tl.constexpr):
+    """s of column c, without the diagonal: [BN]."""
+    s = tl.where(rows < N, scale, 0.0)
+    if gate is not None:
+        s *= tl.load(gate + (rows // every) * gate_stride + c // (C // G), mask=rows < N, other=0.0)
+    return s
+
+
+@triton.jit
+def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, z_stride, t_stride, gate_stride, every,
+                       R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
+                       BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
+    block, columns = tl.program_id(0), tl.arange(0, C)
+    rows = block * BN + tl.arange(0, BN)
+    weights, sums = (), ()
+    for c in tl.static_range(C):
+        s = column_strength(gate, scale, rows, N, gate_stride, every, c, C, G)
+        values = tl.load(z + rows * z_stride + c % R, mask=rows < N, other=0.0)
+        weights = weights + (values * s,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+        sums = sums + (tl.zeros((BN, BO // 4), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    row_starts = dy + rows.to(tl.int64)[:, None] * stride
+    for start in range(0, O, BO):
+        outs = columns_of(start, BO)
+        inside = (rows < N)[:, None] & (outs < O)[None, :]
+        tile = tl.load(row_starts + outs[None, :], mask=inside, other=0.0).to(tl.float32)
+        added, shares = (), ()
+        for c in tl.static_range(C):
+            b = tl.load(B + outs * C + c, mask=outs < O, other=0.0)
+            added = added + (sums[c] + lane_sums(tile * b[None, :], BN, BO),)  # type: ignore[assignment]  # noqa: RUF005
+            shares = shares + (tile * weights[c][:, None],)  # type: ignore[assignment]  # noqa: RUF005
+        sums = added
+        part = tl.sum(side_by_side(shares, BN, BO), 0)  # [BO, C]
+        where = (block.to(tl.int64) * O + outs[:, None]) * C + columns[None, :]
+        tl.store(parts + where, part, mask=(outs < O)[:, None])
+    found = tl.zeros((BN, C), tl.float32)
+    for c in tl.static_range(C):
+        along = tl.sum(sums[c], 1)
+        if TIMES_S:
+            along *= column_strength(gate, scale, rows, N, gate_stride, every, c, C, G)
+            if diagonal is not None:
+                along *= tl.load(diagonal + c)
+        found = tl.where((columns == c)[None, :], along[:, None], found)
+    tl.store(t + rows[:, None] * t_stride + columns[None, :], found, mask=(rows < N)[:, None])
+
+
+@triton.jit
+def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, scale, N, z_stride, gate_stride, every,
+                       R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
+                       ROWS: tl.constexpr, WIDTHS: tl.constexpr):  # fmt: skip
+    for m in tl.static_range(len(dys)):
+        if (tl.program_id(1) == m) & (tl.program_id(0) * ROWS[m] < N):
+            up_backward_of_one(
+                dys[m], z + m * R, gates[m], diagonals[m], Bs[m], t + m * C, parts[m], Os[m], strides[m], scale, N,
+                z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, ROWS[m], WIDTHS[m]
+            )  # fmt: skip
+
+
+_down, _up_backward = Launcher(down_kernel), Launcher(up_backward_kernel)
+
+
+def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, z: torch.Tensor) -> None:
+    """z = dropout(x) A^T: x [N, D], M of A [R, D], z [N, M * R] fp32."""
+    (N, D), R = x.shape, As[0].shape[0]
+    tile = TILES["thin_down" if D <= WIDE else "thin_down_wide"]
+    width = tile.width(D)
+    _down((row_blocks(N, tile.rows), 1),
+        x, tuple(As), z, *mask_numbers(dropout), N, D, R, padded(len(As) * R, 1), tile.rows, width,
+        depth(D, width, tile.stages), warps=tile.warps,
+    )  # fmt: skip
+
+
+def up_backward(
+    dys: Sequence[torch.Tensor],
+    z: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    strengths: Strengths,
+    times_s: bool,
+    t: torch.Tensor,
+) -> list[torch.Tensor]:
+    """`lora.up_backward` into t, and the parts of each dB."""
+    N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
+    Os = tuple(B.shape[0] for B in Bs)
+    # All threads side by side along wide rows: no sum over rows crosses a thread. Narrow ones have more rows instead.
+    wide, narrow = TILES["thin_up_backward"], TILES["thin_up_backward_narrow"]
+    tiles = [narrow if narrow.columns >= O else wide for O in Os]
+    rows, widths = (
+        tuple(tile.rows for tile in tiles),
+        tuple(min(padded(O), tile.columns) for tile, O in zip(tiles, Os, strict=True)),
+    )
+    parts = [new_parts(N, BN, O * C, z.device) for BN, O in zip(rows, Os, strict=True)]
+    _up_backward((row_blocks(N, min(rows)), M),
+        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, tuple(parts), Os,
+        tuple(dy.stride(0) for dy in dys), strengths.scale, N, *strength_numbers(strengths, z)[2:],
+        z.shape[1] // M, C, gates_of_token(strengths), times_s, rows, widths, warps=wide.warps,
+    )  # fmt: skip
+    return parts
