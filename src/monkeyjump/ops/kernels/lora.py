@@ -184,6 +184,9 @@ def up(
     """
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
+    if C in thin.COLUMNS_OF_B:
+        thin.up(bases, z, Bs, strengths, ys)
+        return
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["up"]
     width = tile.width(max(Os), padded(C))
@@ -204,7 +207,7 @@ def up_backward(
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
     t = torch.empty(N, M * C, device=z.device, dtype=torch.float32)
-    if C in thin.COLUMNS_OF_B:
+    if C in thin.COLUMNS_OF_B and max(B.shape[0] for B in Bs) >= thin.WIDE_DY:
         return t, thin.up_backward(dys, z, Bs, strengths, times_s, t)
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["backward"]

@@ -73,23 +73,23 @@ def scaled(z, gate, diagonal, scale, rows, cols, N, z_stride, gate_stride, every
 
 
 @triton.jit
-def lane_sums(values, BN: tl.constexpr, BD: tl.constexpr):
-    """[BN, BD] -> [BN, BD / 4]: what a thread has loaded at once, added up."""
-    return tl.sum(tl.reshape(values, (BN, BD // 4, 4)), 2)
+def lane_sums(values, BN: tl.constexpr, BD: tl.constexpr, V: tl.constexpr):
+    """[BN, BD] -> [BN, BD / V]: what a thread has loaded at once, added up."""
+    return tl.sum(tl.reshape(values, (BN, BD // V, V)), 2)
 
 
 @triton.jit
-def columns_of(start, BD: tl.constexpr):
-    """The columns of a step along a row, by fours: bf16 comes to the threads that fp32 comes to."""
-    return start + tl.max_contiguous(tl.arange(0, BD), 4)
+def columns_of(start, BD: tl.constexpr, V: tl.constexpr):
+    """The columns of a step along a row, V for a thread. By fours, bf16 comes to the threads that fp32 comes to."""
+    return start + tl.max_contiguous(tl.arange(0, BD), V)
 
 
 @triton.jit
-def row_tiles(row_starts, known, start, D, BD: tl.constexpr, DEPTH: tl.constexpr):
+def row_tiles(row_starts, known, start, D, BD: tl.constexpr, DEPTH: tl.constexpr, V: tl.constexpr):
     """The next tiles of the rows: all of them on their way before the first is used."""
     tiles = ()
     for step in tl.static_range(DEPTH):
-        cols = columns_of(start + step * BD, BD)
+        cols = columns_of(start + step * BD, BD, V)
         tile = tl.load(row_starts + cols[None, :], mask=known[:, None] & (cols < D)[None, :], other=0.0)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
     return tiles

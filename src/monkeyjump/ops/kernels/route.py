@@ -23,6 +23,7 @@ from monkeyjump.ops.settings import Routing
 MOST_EXPERTS = 16
 MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
 BY_SUMS = 7  # experts: each is two instructions for every entry of h
+V = tl.constexpr(4)  # columns of a thread: those of h and of the centres, which are fp32, are the same
 
 
 @triton.jit
@@ -126,19 +127,19 @@ def center_length(center, D, BW: tl.constexpr):
 def row_products(h, centers, rows, N, D, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """(norms, products with each centre), [BN] each."""
     row_starts = h + rows.to(tl.int64)[:, None] * D
-    squares, dots = tl.zeros((BN, BD // 4), tl.float32), ()
+    squares, dots = tl.zeros((BN, BD // V), tl.float32), ()
     for _ in tl.static_range(len(centers)):
-        dots = dots + (tl.zeros((BN, BD // 4), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+        dots = dots + (tl.zeros((BN, BD // V), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
     for start in range(0, D, BD * DEPTH):
-        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH)
+        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH, V)
         for step in tl.static_range(DEPTH):
-            cols = columns_of(start + step * BD, BD)
+            cols = columns_of(start + step * BD, BD, V)
             tile = tiles[step].to(tl.float32)
-            squares += lane_sums(tile * tile, BN, BD)
+            squares += lane_sums(tile * tile, BN, BD, V)
             more = ()
             for e in tl.static_range(len(centers)):
                 center = tl.load(centers[e] + cols, mask=cols < D, other=0.0)
-                more = more + (dots[e] + lane_sums(tile * center[None, :], BN, BD),)  # type: ignore[assignment]  # noqa: RUF005
+                more = more + (dots[e] + lane_sums(tile * center[None, :], BN, BD, V),)  # type: ignore[assignment]  # noqa: RUF005
             dots = more
     found = ()
     for e in tl.static_range(len(centers)):
@@ -176,7 +177,7 @@ def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_
             weights = weights + (tl.where(member, 1.0 / norm if UNIT else 1.0, 0.0),)  # type: ignore[assignment]  # noqa: RUF005
         tl.store(numbers + block * E + experts, tl.sum(members, 0), mask=experts < E)
         for start in range(0, D, BW):
-            cols = columns_of(start, BW)
+            cols = columns_of(start, BW, V)
             # padding may hold anything, NaN too: a token that does not count is not read
             inside = counted[:, None] & (cols < D)[None, :]
             tile = tl.load(h + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0).to(tl.float32)

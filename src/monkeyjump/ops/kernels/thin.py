@@ -32,23 +32,24 @@ from monkeyjump.ops.settings import Dropout, Strengths
 
 MOST_COLUMNS = 8  # of z: each is an instruction for every entry of x
 COLUMNS_OF_B = (1, 2, 4)
+WIDE_DY = 2048  # columns of dy from which its sums are faster than products, though they make more parts
 WIDE = 1024  # columns of x from which more warps share a row
 
 
 @triton.jit
 def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
                 R: tl.constexpr, CP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                DEPTH: tl.constexpr):  # fmt: skip
+                DEPTH: tl.constexpr, V: tl.constexpr):  # fmt: skip
     rows, columns = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, CP)
     number: tl.constexpr = R * len(As)
     row_starts = x + rows.to(tl.int64)[:, None] * D
     sums = ()
     for _ in tl.static_range(number):
-        sums = sums + (tl.zeros((BN, BD // 4), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+        sums = sums + (tl.zeros((BN, BD // V), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
     for start in range(0, D, BD * DEPTH):
-        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH)
+        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH, V)
         for step in tl.static_range(DEPTH):
-            cols = columns_of(start + step * BD, BD)
+            cols = columns_of(start + step * BD, BD, V)
             tile = tiles[step]
             if seed is not None:
                 tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
@@ -56,13 +57,37 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
             added = ()
             for c in tl.static_range(number):
                 a = tl.load(As[c // R] + (c % R) * D + cols, mask=cols < D, other=0.0)
-                added = added + (sums[c] + lane_sums(tile * a[None, :], BN, BD),)  # type: ignore[assignment]  # noqa: RUF005
+                added = added + (sums[c] + lane_sums(tile * a[None, :], BN, BD, V),)  # type: ignore[assignment]  # noqa: RUF005
             sums = added
     found = tl.zeros((BN, CP), tl.float32)
     for c in tl.static_range(number):
         found = tl.where((columns == c)[None, :], tl.sum(sums[c], 1)[:, None], found)
     mask = (rows < N)[:, None] & (columns < number)[None, :]
     tl.store(z + rows[:, None] * number + columns[None, :], found * keep_scale, mask=mask)
+
+
+@triton.jit
+def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, base_strides, strides, scale, N, z_stride, gate_stride, every,
+              R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    block = tl.program_id(1)  # counts the output columns of all projections, one after the other
+    for m in tl.static_range(len(ys)):
+        O = Os[m]
+        if (block >= 0) & (block * BO < O):
+            outs = block * BO + tl.arange(0, BO)
+            inside = (rows < N)[:, None] & (outs < O)[None, :]
+            long_rows = rows.to(tl.int64)[:, None]
+            tile = tl.load(bases[m] + long_rows * base_strides[m] + outs[None, :], mask=inside, other=0.0)
+            y = tile.to(tl.float32)
+            for c in tl.static_range(C):
+                values = tl.load(z + m * R + rows * z_stride + c % R, mask=rows < N, other=0.0)
+                values *= column_strength(gates[m], scale, rows, N, gate_stride, every, c, C, G)
+                if diagonals[m] is not None:
+                    values *= tl.load(diagonals[m] + c)
+                b = tl.load(Bs[m] + outs * C + c, mask=outs < O, other=0.0)
+                y += values[:, None] * b[None, :]
+            tl.store(ys[m] + long_rows * strides[m] + outs[None, :], y.to(tile.dtype), mask=inside)
+        block -= tl.cdiv(O, BO)
 
 
 @triton.jit
@@ -89,7 +114,7 @@ def column_strength(gate, scale, rows, N, gate_stride, every, c: tl.constexpr, C
 @triton.jit
 def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, z_stride, t_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
-                       BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
+                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr):  # fmt: skip
     block, columns = tl.program_id(0), tl.arange(0, C)
     rows = block * BN + tl.arange(0, BN)
     weights, sums = (), ()
@@ -97,16 +122,16 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
         s = column_strength(gate, scale, rows, N, gate_stride, every, c, C, G)
         values = tl.load(z + rows * z_stride + c % R, mask=rows < N, other=0.0)
         weights = weights + (values * s,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
-        sums = sums + (tl.zeros((BN, BO // 4), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        sums = sums + (tl.zeros((BN, BO // V), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     row_starts = dy + rows.to(tl.int64)[:, None] * stride
     for start in range(0, O, BO):
-        outs = columns_of(start, BO)
+        outs = columns_of(start, BO, V)
         inside = (rows < N)[:, None] & (outs < O)[None, :]
         tile = tl.load(row_starts + outs[None, :], mask=inside, other=0.0).to(tl.float32)
         added, shares = (), ()
         for c in tl.static_range(C):
             b = tl.load(B + outs * C + c, mask=outs < O, other=0.0)
-            added = added + (sums[c] + lane_sums(tile * b[None, :], BN, BO),)  # type: ignore[assignment]  # noqa: RUF005
+            added = added + (sums[c] + lane_sums(tile * b[None, :], BN, BO, V),)  # type: ignore[assignment]  # noqa: RUF005
             shares = shares + (tile * weights[c][:, None],)  # type: ignore[assignment]  # noqa: RUF005
         sums = added
         part = tl.sum(side_by_side(shares, BN, BO), 0)  # [BO, C]
@@ -126,16 +151,16 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
 @triton.jit
 def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, scale, N, z_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
-                       ROWS: tl.constexpr, WIDTHS: tl.constexpr):  # fmt: skip
+                       ROWS: tl.constexpr, WIDTHS: tl.constexpr, V: tl.constexpr):  # fmt: skip
     for m in tl.static_range(len(dys)):
         if (tl.program_id(1) == m) & (tl.program_id(0) * ROWS[m] < N):
             up_backward_of_one(
                 dys[m], z + m * R, gates[m], diagonals[m], Bs[m], t + m * C, parts[m], Os[m], strides[m], scale, N,
-                z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, ROWS[m], WIDTHS[m]
+                z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, ROWS[m], WIDTHS[m], V
             )  # fmt: skip
 
 
-_down, _up_backward = Launcher(down_kernel), Launcher(up_backward_kernel)
+_down, _up, _up_backward = map(Launcher, (down_kernel, up_kernel, up_backward_kernel))
 
 
 def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, z: torch.Tensor) -> None:
@@ -145,7 +170,26 @@ def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, z
     width = tile.width(D)
     _down((row_blocks(N, tile.rows), 1),
         x, tuple(As), z, *mask_numbers(dropout), N, D, R, padded(len(As) * R, 1), tile.rows, width,
-        depth(D, width, tile.stages), warps=tile.warps,
+        depth(D, width, tile.stages), 8 if D <= WIDE else 4, warps=tile.warps,
+    )  # fmt: skip
+
+
+def up(
+    bases: Sequence[torch.Tensor],
+    z: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    strengths: Strengths,
+    ys: Sequence[torch.Tensor],
+) -> None:
+    """`lora.up`."""
+    N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
+    Os = tuple(B.shape[0] for B in Bs)
+    tile = TILES["thin_up"]
+    width = tile.width(max(Os))
+    _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
+        tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
+        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
+        z.shape[1] // M, C, gates_of_token(strengths), tile.rows, width, warps=tile.warps,
     )  # fmt: skip
 
 
@@ -171,6 +215,6 @@ def up_backward(
     _up_backward((row_blocks(N, min(rows)), M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, tuple(parts), Os,
         tuple(dy.stride(0) for dy in dys), strengths.scale, N, *strength_numbers(strengths, z)[2:],
-        z.shape[1] // M, C, gates_of_token(strengths), times_s, rows, widths, warps=wide.warps,
+        z.shape[1] // M, C, gates_of_token(strengths), times_s, rows, widths, 8, warps=wide.warps,
     )  # fmt: skip
     return parts

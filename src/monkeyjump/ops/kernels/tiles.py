@@ -46,12 +46,13 @@ TILES = {
     "backward": Tile(64, 128, warps=8),
     "thin_down": Tile(32, 128, warps=8, stages=8),
     "thin_down_wide": Tile(32, 256, warps=16, stages=4),
+    "thin_up": Tile(32, 128),
     "thin_up_backward": Tile(16, 1024),
     "thin_up_backward_narrow": Tile(64, 256),
     "add_parts": Tile(64, 16),
     "route": Tile(32, 128, stages=4),
     "route_many": Tile(64, 128, stages=4),
-    "route_rows": Tile(16, 128, warps=8, stages=8),
+    "route_rows": Tile(16, 128, warps=8, stages=2),
     "route_few": Tile(2, 128, warps=1, stages=8),  # one warp: no sum waits for another
     "add_sums": Tile(256, 16),  # at 4,096 tokens all row blocks at once, in a hundred programs
     "scale": Tile(32, 128),
