@@ -38,8 +38,11 @@ class GateColumns:
         return [self.wide[..., start : start + self.number] for start in self.starts]
 
 
+MOST_SEEDS = 2**31
+
+
 def new_seed(device: torch.device) -> torch.Tensor:
-    return torch.randint(2**31, (), device=device)
+    return torch.randint(MOST_SEEDS, (), device=device)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,8 @@ class BlockGroup:
         self.arguments["prompt_lengths"] = self.context.prompt_lengths
         self.task_ids = self.context.task_ids
         self.staging = module.training and torch.is_grad_enabled()
+        if self.staging and not torch.compiler.is_compiling():
+            self.context.sharing.draw(module)
         self.kept = self._kept_decisions(self.arguments["past_key_values"])
         for name, config in active.items():
             if config.uses_centers:

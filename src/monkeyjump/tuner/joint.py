@@ -16,6 +16,7 @@ from torch import nn
 
 from monkeyjump.adapters import Adapter
 from monkeyjump.tuner.auxiliary import active_adapters, auxiliary_loss
+from monkeyjump.tuner.inputs import recomputed
 
 Place = tuple[Adapter, str]  # where a parameter hangs
 
@@ -40,7 +41,7 @@ class JointRegularizer:
         """None where there is nothing to join, or the tensors are not simply there: sharded, offloaded, elsewhere."""
         if torch.compiler.is_compiling():
             return None  # a compiler that sees both readers adds where it has the gradient at hand
-        if any(_recomputed(module) for module in model.modules()):
+        if any(recomputed(module) for module in model.modules()):
             return (
                 None  # the second forward of a compiled block would read the parameters: another graph than the first
             )
@@ -65,11 +66,6 @@ class JointRegularizer:
         for (adapter, name), tensor in zip(self.places, self.tensors, strict=True):
             if vars(adapter).get(name) is tensor:
                 del vars(adapter)[name]
-
-
-def _recomputed(module: nn.Module) -> bool:
-    """Whether backward runs the forward of this module again: transformers' checkpointing, or torch's wrapper."""
-    return getattr(module, "gradient_checkpointing", False) is True or hasattr(module, "_checkpoint_wrapped_module")
 
 
 def _stand_in(places: list[Place], tensors: Sequence[torch.Tensor]) -> None:

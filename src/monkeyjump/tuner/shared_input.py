@@ -65,13 +65,25 @@ class SharedInput:
     def _traced_seed(self) -> torch.Tensor | None:
         """One for all groups of a parent module: the first of them draws it, the last one lets it go."""
         first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
-        if not first.training or not first.dropout:
+        round = self.family.round
+        if not first.training or not self.masks():
             return None
+        if round.given is not None:
+            return round.given
         from monkeyjump.ops.custom_group import drawn_seed
 
-        seed = drawn_seed(first.A) if self.opens else self.family.round.seed
-        self.family.round.seed = None if self.closes else seed
+        seed = drawn_seed(first.A) if self.opens else round.seed
+        round.seed = None if self.closes else seed
         return seed
+
+    def masks(self) -> bool:
+        """Whether there is dropout."""
+        first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
+        return first.dropout > 0
+
+    def device(self) -> torch.device:
+        first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
+        return first.A.device
 
     def prepare(self) -> None:
         """Find out whether a compiler may trace this group: called before it does."""

@@ -20,8 +20,8 @@ from torch import nn
 
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
-from monkeyjump.ops.settings import new_seed
-from monkeyjump.tuner.inputs import in_backward
+from monkeyjump.ops.settings import MOST_SEEDS, new_seed
+from monkeyjump.tuner.inputs import in_backward, recomputed
 from monkeyjump.tuner.shared_input import SharedInput
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class Round:
     """One call of a parent module, as a compiler sees it: the seed of all masks, from the first group to the last."""
 
     def __init__(self) -> None:
-        self.seed: torch.Tensor | None = None
+        self.given: torch.Tensor | None = None  # drawn for this forward, with those of all rounds
+        self.seed: torch.Tensor | None = None  # drawn by the first group
 
 
 class Family:
@@ -167,6 +168,7 @@ class Sharing:
     def __init__(self) -> None:
         self.families: dict[tuple, Family] = {}
         self.rounds: dict[tuple, Round] = {}  # by parent module
+        self._masking: list[tuple[Round, torch.device]] = []  # those that a compiler may trace, with dropout
 
     def join(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
         """Let a projection share its pass over the input with the other linears of its parent module."""
@@ -193,18 +195,39 @@ class Sharing:
         """Let a compiler know the groups that were found; whether all were."""
         for family in self.families.values():
             family.prepare()
+        self._masking = []
         for round in self.rounds.values():
             families = [family for family in self.families.values() if family.round is round]
             groups = [group for family in families for group in family.groups() if group.traceable]
+            round.given = None
             for group in groups:
                 group.opens, group.closes = group is groups[0], group is groups[-1]
+            if groups and groups[0].masks():
+                self._masking.append((round, groups[0].device()))
         return not self.waiting()
+
+    def draw(self, model: nn.Module) -> None:
+        """Seeds of a training forward for the compiled calls of all parent modules, in one kernel instead of one each.
+
+        A recomputation must find the seed of its own forward, which by then may not be the last one: there, every
+        round draws for itself, and what recomputes restores the state of the generator.
+        """
+        again = bool(self._masking) and any(recomputed(module) for module in model.modules())
+        for device in {device for _, device in self._masking}:
+            here = [round for round, other in self._masking if other == device]
+            # two to a row: each begins where a compiler expects a tensor to begin
+            rows = [None] * len(here) if again else torch.randint(MOST_SEEDS, (len(here), 2), device=device).unbind()
+            for round, row in zip(here, rows, strict=True):
+                round.given = None if row is None else row[0]
 
     def release(self) -> None:
         """No compiler may take groups for granted any more."""
         for family in self.families.values():
             for group in family.groups():
                 group.traceable = False
+        self._masking = []
+        for round in self.rounds.values():
+            round.given = None
 
     def end(self) -> None:
         """What was made and not asked for is let go."""
