@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run, saved_recipe
+from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 
@@ -42,28 +41,25 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def train_process(path: Path, output: Path, more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "monkeyjump", "train", str(path), f"output={output}", more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
-
-
-def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+def wait_for_step(process: BaseProcess, output: Path, step: int) -> None:
     deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
+    while time.time() < deadline and process.is_alive():
         if (output / "checkpoints" / f"checkpoint-{step}" / "complete").is_file():
             return
         time.sleep(0.01)
-    raise AssertionError(process.communicate()[0])
+    raise AssertionError(f"no checkpoint of step {step}; the process ended with {process.exitcode}")
 
 
 def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_file: Path, tmp_path: Path) -> None:
     whole = run(recipe(recipe_file, tmp_path / "whole", "train.max_steps=14"))
-    killed = train_process(recipe_file, tmp_path / "killed", "train.max_steps=14")
+    command = ["train", str(recipe_file), f"output={tmp_path / 'killed'}", "train.max_steps=14"]
+    killed = start_process(main, command)
     wait_for_step(killed, tmp_path / "killed", 4)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "adapter").exists()
-    assert main(["train", str(recipe_file), f"output={tmp_path / 'killed'}", "train.max_steps=14", "--resume"]) == 0
+    assert main([*command, "--resume"]) == 0
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     record = json.loads((tmp_path / "killed" / "record.json").read_text())
     assert whole.report is not None
