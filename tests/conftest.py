@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -53,13 +52,3 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def pytest_collection_finish() -> None:
-    """What the imports made stays to the end: the collector need not look at all of it again and again."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
