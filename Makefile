@@ -4,13 +4,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # A CPU build is enough here and gigabytes smaller; set TORCH= to keep an installed one, or another version for a GPU.
 TORCH ?= torch==2.13.0
+# pip compiles what it installs on one core and one file after another; this takes all cores
+INSTALL := $(BIN)/python -m pip install -q --no-compile
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # packages hold templates that are no Python
 
 .PHONY: quickstart test lint types unit clean
 
 quickstart: $(VENV)/.user
 	$(BIN)/monkeyjump train quickstart
 
-test: lint types unit
+# mypy uses one core: it runs beside the tests
+test: lint
+	$(MAKE) --no-print-directory -j 2 types unit
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -25,16 +30,19 @@ unit: $(VENV)/.dev
 
 $(VENV)/.torch:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),$(BIN)/python -m pip install -q $(TORCH))
+	$(if $(TORCH),$(INSTALL) $(TORCH))
 	touch $@
 
 $(VENV)/.user: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install -q -e ".[cli]"
+	$(INSTALL) -e ".[cli]"
+	$(COMPILE)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.user pyproject.toml
-	$(BIN)/python -m pip install -q -e ".[dev]"
-	touch $@
+# all that users have, and the tools: one resolution instead of two
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(INSTALL) -e ".[dev]"
+	$(COMPILE)
+	touch $(VENV)/.user $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -35,6 +35,7 @@ def test_failing_variants_are_reported_and_the_others_go_on(tmp_path: Path) -> N
         assert [found[name, mode]["status"] for mode in MODES] == ["ok", "ok"]
     for mode in MODES:
         assert found["raises", mode]["error"] == "ValueError: no such thing"
+        assert found["raises", mode]["error_type"] == "ValueError"
         assert "exit code 3" in found["dies", mode]["error"]
         assert "last words" in found["dies", mode]["error"]
     assert found["dies late", "eager"]["status"] == "ok"

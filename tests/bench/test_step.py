@@ -66,11 +66,12 @@ def test_from_the_command_line(scope: str, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_in_processes(tmp_path: Path) -> None:
-    options = [*SMALL, "--layers", "1", "--methods", "mjlora,mola", "--alone", "--jobs", "2", "--output", str(tmp_path)]
+    # one that works: `test_jobs.py` has several at once and those that fail, without the seconds torch needs to start
+    options = [*SMALL, "--layers", "1", "--methods", "mjlora", "--alone", "--jobs", "2", "--output", str(tmp_path)]
     assert main(["bench", "step", *options]) == 0
     rows = rows_of(tmp_path)
+    assert list(rows) == [("mjlora", "eager")]
     assert rows["mjlora", "eager"]["status"] == "ok"
-    assert rows["mola", "eager"]["error_type"] == "ConfigError"
     assert "time_vs_floor" not in rows["mjlora", "eager"]
 
 

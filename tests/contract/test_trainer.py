@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,9 @@ from transformers import Trainer
 import monkeyjump as mj
 from monkeyjump.adapters import AdaLoraAdapter
 from tests.contract.common import centers_of, logits, state_of
-from tests.contract.trainer_runs import SAVED, STEPS, arguments, callback, model_for, rows, run
+from tests.contract.trainer_runs import SAVED, STEPS, arguments, callback, model_for, resume, rows, run
 from tests.helpers import ADAPTER_NAMES, assert_same, tiny_llama
+from tests.processes import in_new_processes
 
 every_adapter = pytest.mark.parametrize("adapter", ADAPTER_NAMES)
 
@@ -34,10 +32,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
 def resumed(uninterrupted, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The same runs from those checkpoints on, in a process that knows nothing else."""
     out = tmp_path_factory.mktemp("resumed") / "results.pt"
-    program = [sys.executable, "-m", "tests.contract.trainer_runs", str(out), str(uninterrupted[0])]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(program, cwd=root, env=dict(os.environ), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    in_new_processes(resume, out, uninterrupted[0])
     return torch.load(out)
 
 

@@ -1,8 +1,7 @@
-"""One Trainer run per adapter: a function, and a program that resumes them all (arguments: OUT CHECKPOINTS)."""
+"""One Trainer run per adapter, and the rest of them all in a process of its own."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +67,10 @@ def run(adapter: str, folder: Path, checkpoint: Path | None = None) -> dict[str,
     return {"state": state_of(model), "losses": losses}
 
 
-def main(out: Path, checkpoints: Path) -> None:
+def resume(_: int, out: Path, checkpoints: Path) -> None:
+    """From the checkpoints on; what `run` gives for every adapter is written to `out`."""
     results = {
         adapter: run(adapter, out.parent / "resumed" / adapter, checkpoints / adapter / f"checkpoint-{SAVED}")
         for adapter in ADAPTER_NAMES
     }
     torch.save(results, out)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

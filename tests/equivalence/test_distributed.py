@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monkeyjump as mj
 from tests.helpers import adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
+from tests.processes import in_new_processes
 
 STEPS = 4
 ADALORA: dict[str, Any] = {
@@ -84,7 +85,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
+    in_new_processes(worker, port, str(tmp_path), count=2)
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for case, settings in CASES.items():
         model = build(case)

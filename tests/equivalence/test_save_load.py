@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.helpers import (
     tiny_llama,
     train_steps,
 )
+from tests.processes import in_new_processes
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"ema_interval": 2},
@@ -60,7 +59,7 @@ def go_on(model: PeftModel, case: str, skip: int, count: int) -> list[float]:
     return losses
 
 
-def child(folder: str) -> None:
+def child(_: int, folder: str) -> None:
     """Runs in a process of its own."""
     for case in CASES:
         here = Path(folder) / case
@@ -83,10 +82,7 @@ def test_a_new_process_continues_bit_for_bit(tmp_path: Path) -> None:
         assert {int(v) for k, v in saved.items() if k.endswith("step")} == {FIRST}
         losses = go_on(model, case, FIRST, SECOND)
         expected[case] = saved, losses, snapshot(model)
-    code = f"from tests.equivalence.test_save_load import child; child({str(tmp_path)!r})"
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
+    in_new_processes(child, str(tmp_path))
     for case, (saved, losses, trained) in expected.items():
         found = torch.load(tmp_path / case / "child.pt")
         assert_same(saved, found["loaded"])

@@ -5,8 +5,6 @@ Two more such promises have files of their own: `test_compile.py` and `test_trai
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from tests.methods.common import (
     moved,
     spread,
 )
+from tests.processes import in_new_processes
 
 WITH_LOSS = list(LOUD)
 
@@ -127,7 +126,7 @@ def test_reentrant_checkpointing(method: str) -> None:
             model(**batch_for(method))
 
 
-def child(folder: str) -> None:
+def child(_: int, folder: str) -> None:
     """Runs in a process of its own."""
     for method in CASES:
         model = PeftModel.from_pretrained(base_of(method), Path(folder) / method).eval()
@@ -144,10 +143,7 @@ def test_a_new_process_computes_the_same(tmp_path: Path) -> None:
             expected[method] = model(**batch_for(method)).logits
             again = PeftModel.from_pretrained(base_of(method), tmp_path / method).eval()
             assert torch.equal(again(**batch_for(method)).logits, expected[method]), method
-    code = f"from tests.methods.test_promises import child; child({str(tmp_path)!r})"
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
+    in_new_processes(child, str(tmp_path))
     for method, logits in expected.items():
         assert torch.equal(torch.load(tmp_path / method / "child.pt"), logits), method
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
+from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run, saved_recipe
+from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 
@@ -40,30 +41,25 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def train_process(path: Path, output: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "monkeyjump", "train", str(path), f"output={output}", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ))
-
-
-def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+def wait_for_step(process: BaseProcess, output: Path, step: int) -> None:
     deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
+    while time.time() < deadline and process.is_alive():
         if (output / "checkpoints" / f"checkpoint-{step}" / "complete").is_file():
             return
         time.sleep(0.01)
-    raise AssertionError(process.communicate()[0])
+    raise AssertionError(f"no checkpoint of step {step}; the process ended with {process.exitcode}")
 
 
 def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_file: Path, tmp_path: Path) -> None:
     whole = run(recipe(recipe_file, tmp_path / "whole", "train.max_steps=14"))
-    killed = train_process(recipe_file, tmp_path / "killed", "train.max_steps=14")
+    command = ["train", str(recipe_file), f"output={tmp_path / 'killed'}", "train.max_steps=14"]
+    killed = start_process(main, command)
     wait_for_step(killed, tmp_path / "killed", 4)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "adapter").exists()
-    resumed = train_process(recipe_file, tmp_path / "killed", "train.max_steps=14", "--resume")
-    text, _ = resumed.communicate(timeout=300)
-    assert resumed.returncode == 0, text
+    assert main([*command, "--resume"]) == 0
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     record = json.loads((tmp_path / "killed" / "record.json").read_text())
     assert whole.report is not None
@@ -82,14 +78,26 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(recipe_file: Path, tmp_p
     assert same(weights(tmp_path / "whole"), weights(cut))
 
 
-def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_resume(recipe_file: Path, tmp_path: Path) -> None:
-    process = train_process(recipe_file, tmp_path, "train.max_steps=2000", "train.eval_steps=2", "train.save_steps=2")
-    wait_for_step(process, tmp_path, 2)
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, text
+def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_resume(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = Trainer.training_step
+
+    def interrupted(self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return train(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    assert main(["train", str(recipe_file), f"output={tmp_path}", "train.max_steps=2000"]) == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    text = capsys.readouterr().out
     assert "go on with: monkeyjump train" in text
     assert "--resume" in text
+    # the step that was under way is finished and kept, though none was due
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-3"]
+    assert (tmp_path / "checkpoints" / "checkpoint-3" / "complete").is_file()
     with pytest.raises(ConfigError, match=r"unfinished run.*--resume"):
         run(recipe(recipe_file, tmp_path))
 

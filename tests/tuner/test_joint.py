@@ -14,6 +14,8 @@ from tests.helpers import COMPILING, adapted, assert_same, disturb, gradients, l
 
 pytestmark = COMPILING
 SETTINGS: dict[str, Any] = {"adapter": "adalora", "r": 3, "orth_reg_weight": 0.7, "ema_stop": 0, "dropout": 0.0}
+# routed and shared projections, and no more of them than that: what is traced is what takes the time
+FEW: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "o_proj"], "shared_modules": ["o_proj"]}
 
 
 def model_of(layers: int = 2, **changes: Any) -> Any:
@@ -86,7 +88,7 @@ def test_checkpointed_blocks(compiled: bool, reentrant: bool, apart: Any) -> Non
         pytest.skip("transformers' reentrant checkpointing calls the block by a path that is not compiled")
 
     def run(checkpoints: bool) -> dict[str, torch.Tensor]:
-        model = model_of()
+        model = model_of(**FEW if compiled else {})
         if compiled and checkpoints:
             for block in model.get_base_model().model.layers:
                 block.compile(fullgraph=True, backend="aot_eager")
@@ -118,7 +120,7 @@ def test_compiled_blocks_compile_once(apart: Any) -> None:
     def run() -> tuple[dict[str, torch.Tensor], int]:
         torch._dynamo.reset()
         counters.clear()
-        model = model_of()
+        model = model_of(**FEW)
         for block in model.get_base_model().model.layers:
             block.compile(fullgraph=True, backend="aot_eager")
         for _ in range(3):
