@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from monkeyjump.ops.settings import Dropout, Strengths
 from tests.ops.common import DEVICE, normal, uniform
 
 pytest.importorskip("triton")
+from monkeyjump.ops.kernels import thin
 from monkeyjump.ops.kernels.tiles import TILES
 
 OWN = [TILES[name] for name in ("down", "up", "backward", "add_parts")]
@@ -133,6 +135,11 @@ CASES = {
     "mixture": Case(N=TALL + 3, R=8, G=4),
     # one gate for all tokens of a sequence, a sequence across two row blocks
     "sequence gate": Case(N=3 * (TALL // 2 + 3), R=2, G=1, every=TALL // 2 + 3),
+    # two B's on one A, and a mixture, each of as many columns as there are sums for
+    "two with experts on one A": Case(N=10, outs=(12, 7), R=2, experts=2, G=2, every=5, diagonal=True),
+    "mixture of two": Case(N=21, R=4, G=2),
+    # more columns than the tiles of the sums have, beside few of them, in several row blocks of the first alone
+    "very wide": Case(N=18, D=1030, outs=(1030, 7), R=2, G=1),
     # the same for a mixture, sequences shorter than a block
     "sequence mixture": Case(N=35, outs=(12, 7), R=6, G=3, every=5, diagonal=True),
     # AdaLoRA without a gate
@@ -144,18 +151,42 @@ CASES = {
 }
 IN_LOW_PRECISION = ("past every tile", "three with shared A's", "dropout")
 OF_X_ALONE = ("dropout", "high dropout")  # the input's
-OF_STRENGTH = ("shared A", "shared A, no gate", "mixture", "sequence gate", "sequence mixture", "diagonal")
+OF_STRENGTH = (
+    *("shared A", "shared A, no gate", "mixture", "sequence gate", "sequence mixture", "diagonal"),
+    *("two with experts on one A", "mixture of two"),
+)
+SUMS, PRODUCTS = "sums", "matrix units"
 
 
-def cases(without: tuple[str, ...]) -> list[Any]:
+def cases(without: tuple[str, ...]) -> list[tuple[str, Case]]:
     """Every case in fp32 and some in low precision, without those that look at another kernel."""
-    found = [pytest.param(case, id=name) for name, case in CASES.items() if name not in without]
+    found = [(name, case) for name, case in CASES.items() if name not in without]
     for name in IN_LOW_PRECISION:
         if name not in without:
             for dtype in (torch.float16, torch.bfloat16):
-                found.append(pytest.param(replace(CASES[name], dtype=dtype), id=f"{name}, {dtype}"))
+                found.append((f"{name}, {dtype}", replace(CASES[name], dtype=dtype)))
     return found
 
 
-OF_DOWN = cases(without=OF_STRENGTH)
-OF_UP = cases(without=OF_X_ALONE)
+def in_ways(found: list[tuple[str, Case]], by_sums: Callable[[Case], bool]) -> list[Any]:
+    """(case, way): through the matrix units, but for what looks at sums alone, and by sums where there are some."""
+    return [
+        pytest.param(case, way, id=f"{name}, {way}")
+        for name, case in found
+        for way in (SUMS, PRODUCTS)
+        if (by_sums(case) if way == SUMS else name != "very wide")
+    ]
+
+
+def take(way: str, patch: pytest.MonkeyPatch) -> None:
+    """Take one way wherever it can be taken, whichever is faster."""
+    if way == SUMS:
+        patch.setattr(thin, "WIDE_DY", 0)
+    else:
+        patch.setattr(thin, "MOST_COLUMNS", 0)
+        patch.setattr(thin, "COLUMNS_OF_B", ())
+
+
+DOWN_BACKWARD = [pytest.param(case, id=name) for name, case in cases(without=OF_STRENGTH)]
+DOWN = in_ways(cases(without=OF_STRENGTH), lambda case: len(case.outs) * case.R <= thin.MOST_COLUMNS)
+UP = in_ways(cases(without=OF_X_ALONE), lambda case: case.columns in thin.COLUMNS_OF_B)

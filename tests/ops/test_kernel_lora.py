@@ -11,10 +11,12 @@ import torch
 from monkeyjump.ops import reference
 from monkeyjump.ops.settings import Dropout, Strengths
 from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal
-from tests.ops.lora_cases import OF_DOWN, OF_UP, TALL, WIDE, Case
+from tests.ops.lora_cases import DOWN, DOWN_BACKWARD, PRODUCTS, SUMS, TALL, UP, WIDE, Case, take
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
-total = pytest.importorskip("monkeyjump.ops.kernels.parts").total
+from monkeyjump.ops.kernels.parts import total  # noqa: E402
+from monkeyjump.ops.kernels.tiles import TILES  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("poison")
 
 
@@ -27,17 +29,29 @@ def up_backward(
     return list(t.split(Bs[0].shape[1], 1)), [dB.view(B.shape) for dB, B in zip(sums, Bs, strict=True)]
 
 
-@pytest.mark.parametrize("case", OF_DOWN)
-def test_down(case: Case) -> None:
+@pytest.fixture(params=[SUMS, PRODUCTS])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(request.param, monkeypatch)
+
+
+def close(case: Case, way: str) -> float:
+    """Of fp32 numbers: sums take operands as they are, whatever the dtype of the others."""
+    return 1e-6 if way == SUMS else TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize(("case", "way"), DOWN)
+def test_down(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(way, monkeypatch)
     x, As = case.x(), case.downs()
     z = kernels.down(x, As, case.mask())
     assert z.dtype == torch.float32
-    assert error(z, (x.double() * case.kept()) @ torch.cat(As).double().T) < TOLERANCE[case.dtype]
+    assert error(z, (x.double() * case.kept()) @ torch.cat(As).double().T) < close(case, way)
 
 
-@pytest.mark.parametrize("case", OF_UP)
-def test_up(case: Case) -> None:
+@pytest.mark.parametrize(("case", "way"), UP)
+def test_up(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into new tensors, and into the base outputs themselves."""
+    take(way, monkeypatch)
     bases, z, Bs, strengths = case.bases(), case.z(), case.ups(), case.strengths()
     ys = [torch.empty_like(base) for base in bases]
     kernels.up(bases, z, Bs, strengths, ys)
@@ -49,6 +63,7 @@ def test_up(case: Case) -> None:
         assert torch.equal(base, y)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_wider_tensors(dtype: torch.dtype) -> None:
     """Outputs and gradients that lie side by side in one tensor are what they are apart."""
@@ -65,21 +80,22 @@ def test_rows_of_wider_tensors(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("case", OF_UP)
-def test_up_backward(case: Case) -> None:
+@pytest.mark.parametrize(("case", "way"), UP)
+def test_up_backward(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(way, monkeypatch)
     dys, z, Bs, strengths = case.bases(), case.z(), case.ups(), case.strengths()
     ts, dBs = up_backward(dys, z, Bs, strengths, False)
     times_s, same_dBs = up_backward(dys, z, Bs, strengths, True)
     for m, (dy, B) in enumerate(zip(dys, Bs, strict=True)):
         t = dy.double() @ B.double()
-        assert error(ts[m], t) < TOLERANCE[case.dtype]
-        assert error(times_s[m], t * case.s(strengths, m)) < TOLERANCE[case.dtype]
+        assert error(ts[m], t) < close(case, way)
+        assert error(times_s[m], t * case.s(strengths, m)) < close(case, way)
         plain = replace(strengths, diagonals=(None,) * len(dys))
-        assert error(dBs[m], dy.double().T @ case.scaled(z, plain, m)) < TOLERANCE[case.dtype]
+        assert error(dBs[m], dy.double().T @ case.scaled(z, plain, m)) < close(case, way)
         assert torch.equal(dBs[m], same_dBs[m])
 
 
-@pytest.mark.parametrize("case", OF_DOWN)
+@pytest.mark.parametrize("case", DOWN_BACKWARD)
 def test_down_backward(case: Case) -> None:
     x, dzs, As, mask = case.x(), case.dzs(), case.downs(), case.mask()
     dx, dA = kernels.down_backward_alone(x, torch.cat(dzs, 1), As, mask, case.dtype)
@@ -104,8 +120,9 @@ def test_either_gradient_of_down_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype) -> None:
+def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With operands that the dtype holds exactly, only the sums are left to be wrong: they are as good as fp32's."""
+    take(PRODUCTS, monkeypatch)
     close = 3e-6 if DEVICE.type == "cuda" else 1e-6  # matrix units cut off where others round
     case = Case(N=TALL + 6, D=WIDE + 44, outs=(WIDE + 3,), R=2, dtype=dtype)
     (A,), (B,), (dz,), z = (
@@ -145,6 +162,7 @@ def test_the_mask_follows_the_seed(seed: int) -> None:
     assert float((found[0] != found[2]).float().mean()) > 0.3
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_two_runs_give_the_same_bits() -> None:
     case = Case(N=2 * TALL + 5, D=30, outs=(20, 10), R=2, G=1, dropout=0.2, dtype=torch.bfloat16)
     runs = []
@@ -156,3 +174,14 @@ def test_two_runs_give_the_same_bits() -> None:
         runs.append([kernels.down(x, As, mask), *bases, *ts, *dBs, dx, dA])
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
+
+
+def test_parts_of_all_heights_and_widths() -> None:
+    """One after the other; more row blocks than are added up at a time, single ones, and columns past a tile."""
+    tile = TILES["add_parts"]
+    shapes = [(1, 1), (2 * tile.rows + 1, 5), (tile.rows, tile.columns), (3, 2 * tile.columns + 1), (7, 1)]
+    parts = [normal(*shape, seed=m) for m, shape in enumerate(shapes)]
+    for some in (parts, parts[:1], parts[1:3]):
+        found, expected = total(some), torch.cat([part.double().sum(0) for part in some])
+        assert found.dtype == torch.float32
+        assert error(found, expected) < 1e-6

@@ -43,7 +43,7 @@ def expected(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor
 
 def compare(h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None, how: Any) -> Found:
     """The kernels on the tokens h [N, D]; rows that are no query may hold anything, also in their gates."""
-    in_tiles = not kernels.in_whole_rows(*h.shape, len(c))
+    in_tiles = len(c) > kernels.BY_SUMS
     gates, sums, counts = routing.route_and_sum(h, c, queries, how)
     assert gates.dtype == sums.dtype == counts.dtype == torch.float32
     alone = routing.route(h, c, how)

@@ -144,10 +144,13 @@ class RoutingContext:
         self.generation += 1
         self.in_generation = True
         self.generated_from, self.task_ids, self.prompt_lengths = prompt_width, task_ids, prompt_lengths
+        before = self.sharing.prepared
         self.sharing.prepare()  # Transformers may compile the decoding step
         try:
             yield
         finally:
+            if not before:  # weights may now be merged or moved, and a compiler does not look
+                self.sharing.release()
             self.in_generation = False
             self.generated_from = self.task_ids = self.prompt_lengths = None
 

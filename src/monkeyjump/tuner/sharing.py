@@ -36,6 +36,22 @@ class Round:
     def __init__(self) -> None:
         self.given: torch.Tensor | None = None  # drawn for this forward, with those of all rounds
         self.seed: torch.Tensor | None = None  # drawn by the first group
+        # projections in the order of their calls, which need not be the model's
+        self.called: list[MonkeyJumpLayer] = []
+
+    def note(self, layer: MonkeyJumpLayer) -> None:
+        if not any(layer is other for other in self.called):
+            self.called.append(layer)
+
+    def forget(self, layers: list[MonkeyJumpLayer]) -> None:
+        self.called = [other for other in self.called if not any(other is layer for layer in layers)]
+
+    def mark(self, groups: list[SharedInput]) -> None:
+        """Tell each which is the first to be called, and which the last."""
+        places = {id(layer): place for place, layer in enumerate(self.called)}
+        groups = sorted(groups, key=lambda group: places[id(group.members[0])])
+        for group in groups:
+            group.opens, group.closes = group is groups[0], group is groups[-1]
 
 
 class Family:
@@ -70,6 +86,7 @@ class Family:
             return None
         if layer is self.layers[0] and not in_backward() and self._settle():
             return layer.shared[self.adapter_name].output(layer, x)
+        self.round.note(layer)
         same = self._last is not None and self._last() is x
         self._follows[id(layer)] = same and self._follows.get(id(layer), True)
         self._last = weakref.ref(x)
@@ -146,6 +163,7 @@ class Family:
     def _open(self) -> None:
         for layer in self.layers:
             layer.shared.pop(self.adapter_name, None)
+        self.round.forget(self.layers)
         self._forget()
 
     def _backward_came(self, gradient: torch.Tensor) -> None:
@@ -168,7 +186,8 @@ class Sharing:
     def __init__(self) -> None:
         self.families: dict[tuple, Family] = {}
         self.rounds: dict[tuple, Round] = {}  # by parent module
-        self._masking: list[tuple[Round, torch.device]] = []  # those that a compiler may trace, with dropout
+        self.prepared = False  # whether a compiler takes groups for granted
+        self._masking: list[tuple[Round, torch.device]] = []  # those that it may trace, with dropout
 
     def join(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
         """Let a projection share its pass over the input with the other linears of its parent module."""
@@ -199,11 +218,11 @@ class Sharing:
         for round in self.rounds.values():
             families = [family for family in self.families.values() if family.round is round]
             groups = [group for family in families for group in family.groups() if group.traceable]
+            round.mark(groups)
             round.given = None
-            for group in groups:
-                group.opens, group.closes = group is groups[0], group is groups[-1]
             if groups and groups[0].masks():
                 self._masking.append((round, groups[0].device()))
+        self.prepared = True
         return not self.waiting()
 
     def draw(self, model: nn.Module) -> None:
@@ -222,6 +241,7 @@ class Sharing:
 
     def release(self) -> None:
         """No compiler may take groups for granted any more."""
+        self.prepared = False
         for family in self.families.values():
             for group in family.groups():
                 group.traceable = False
