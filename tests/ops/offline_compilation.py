@@ -43,7 +43,7 @@ SHARED_MEMORY = 232_448  # bytes of a program, on this GPU
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
     compiled = launch(self, *args, grid=grid, warmup=True, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY, f"{self.__name__} needs {compiled.metadata.shared} bytes"
-    print(self.__name__)
+    print(f"{self.fn.__module__.rpartition('.')[2]}.{self.__name__}")
 
 
 def low_rank_kernels(rank: int, projections: int) -> None:
@@ -67,6 +67,26 @@ def low_rank_kernels(rank: int, projections: int) -> None:
         scale.scale(base, torch.rand(wide), 15, gate, 1)
         scale.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
         total([*ups, *downs])
+
+
+def thin_kernels(rank: int, projections: int, width: int, dtype: torch.dtype) -> None:
+    """Few columns of real sizes, narrow outputs beside a wide one; two gates of a token where there is room."""
+    from monkeyjump.ops.kernels import thin
+    from monkeyjump.ops.settings import Dropout, Strengths
+
+    N, outs = 128, (width, *[128] * (projections - 1))
+    x, bases = torch.randn(N, width).to(dtype), [torch.randn(N, out).to(dtype) for out in outs]
+    As, Bs = [torch.randn(rank, width)] * projections, [torch.randn(out, rank) for out in outs]
+    z, t = torch.randn(N, projections * rank), torch.randn(N, projections * rank)
+    gate, diagonal = torch.rand(N, 2 if rank > 1 else 1), torch.rand(rank)
+    for dropout, diagonals, gates in (
+        (Dropout(torch.tensor(1), 0.1), (None,) * projections, (gate,) * projections),
+        (None, (diagonal,) * projections, (None,) * projections),
+    ):
+        thin.down(x, As, dropout, z)
+        thin.up(bases, z, Bs, Strengths(0.5, gates, diagonals), bases)
+        for times_s in (True, False):
+            thin.up_backward(bases, z, Bs, Strengths(0.5, gates, diagonals), times_s, t)
 
 
 def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -122,16 +142,21 @@ def clustering_kernels(dtype: torch.dtype, clusters: int) -> None:
 
 
 if __name__ == "__main__":
+    from monkeyjump.ops.kernels import route
+
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
-    low_rank_kernels(rank=2, projections=2)
+    low_rank_kernels(rank=16, projections=2)
+    thin_kernels(rank=2, projections=3, width=896, dtype=torch.bfloat16)
+    thin_kernels(rank=4, projections=2, width=4096, dtype=torch.bfloat16)
+    thin_kernels(rank=1, projections=1, width=4096, dtype=torch.float32)
     few_tokens(rank=2, width=896)
     few_tokens(rank=1, width=4112)  # in more steps than are loaded early
     few_tokens(rank=2, width=96, experts=8)  # through the matrix units
     wide_products()
     logits_kernels(torch.bfloat16, experts=4)
-    for width, experts in ((896, 4), (1040, 7)):  # whole rows, and tiles
+    for width, experts in ((896, 4), (4096, route.BY_SUMS), (896, route.BY_SUMS + 1)):  # the last by the matrix units
         routing_kernels(torch.bfloat16, experts, width)
     clustering_kernels(torch.bfloat16, clusters=4)
     clustering_kernels(torch.float32, clusters=16)

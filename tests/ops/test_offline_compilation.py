@@ -7,12 +7,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("triton")
+from monkeyjump.ops.kernels.launch import Launcher
+
 KERNELS = {
-    *("down_kernel", "up_kernel", "up_backward_kernel", "down_backward_kernel", "add_parts_kernel"),
-    *("few_sums_kernel", "few_products_kernel"),
-    *("route_kernel", "route_rows_kernel", "add_sums_kernel", "scale_kernel", "scale_backward_kernel"),
-    *("nearest_kernel", "sums_kernel", "chords_kernel"),
+    *("lora.down_kernel", "lora.up_kernel", "lora.up_backward_kernel", "lora.down_backward_kernel"),
+    *("thin.down_kernel", "thin.up_kernel", "thin.up_backward_kernel", "parts.add_parts_kernel"),
+    *("few.few_sums_kernel", "few.few_products_kernel"),
+    *("route.route_kernel", "route.route_rows_kernel", "route.add_sums_kernel"),
+    *("scale.scale_kernel", "scale.scale_backward_kernel"),
+    *("kmeans.nearest_kernel", "kmeans.sums_kernel", "kmeans.chords_kernel"),
 }
+
+
+def test_the_list_is_complete() -> None:
+    """Every function that a launcher of the package launches."""
+    import importlib
+    import pkgutil
+
+    from monkeyjump.ops import kernels
+
+    found = set()
+    for module in pkgutil.iter_modules(kernels.__path__):
+        own = vars(importlib.import_module(f"{kernels.__name__}.{module.name}"))
+        found |= {f"{module.name}.{value.kernel.__name__}" for value in own.values() if isinstance(value, Launcher)}
+    assert found == KERNELS
 
 
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:

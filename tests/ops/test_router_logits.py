@@ -13,6 +13,7 @@ from monkeyjump.ops.dispatch import implementation
 from monkeyjump.routing.learned import LearnedRouter, decide_together
 from tests.helpers import COMPILING
 from tests.ops.common import DEVICE, error, gradients_of, guarded, normal
+from tests.ops.lora_cases import PRODUCTS, take
 
 pytest.importorskip("triton")
 from monkeyjump.ops import precision, router_logits
@@ -53,7 +54,7 @@ def expected(x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
-    for name in ("down", "down_backward"):
+    for name in ("down", "down_backward_alone"):
         original = getattr(kernels, name)
 
         def spy(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
@@ -73,7 +74,7 @@ def test_logits_and_gradients(shape: str, dtype: torch.dtype, launched: list[str
     x, weights, dy = case(shape, dtype)
     named = {f"W{m}": weight for m, weight in enumerate(weights)}
     out, grads = gradients_of(found, {"x": x, **named}, dy)
-    assert launched == ["down", "down_backward"]
+    assert launched == ["down", "down_backward_alone"]
     wide = {name: value.double() for name, value in {"x": x, **named}.items()}
     out64, grads64 = gradients_of(expected, wide, dy.double())
     assert out.dtype == torch.float32
@@ -85,13 +86,14 @@ def test_logits_and_gradients(shape: str, dtype: torch.dtype, launched: list[str
     assert error(grads["x"], grads64["x"]) < OUTPUT[dtype]
 
 
-def test_rounded_weights_would_fail() -> None:
+def test_rounded_weights_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tolerances tell two halves from one: W, or the gradient of the logits, in bf16 is a hundred times as far."""
     x, (weight,), dy = case("past a tile", torch.bfloat16)
     rounded = x.double() @ weight.bfloat16().double().T
     assert error(rounded, x.double() @ weight.double().T) > 50 * PRECISE[torch.bfloat16]
     rounded = dy.bfloat16().double().T @ x.double()
     assert error(rounded, dy.double().T @ x.double()) > 50 * PRECISE[torch.bfloat16]
+    take(PRODUCTS, monkeypatch)
     plain = kernels.down(x, [weight], None)
     assert error(plain, x.double() @ weight.double().T) > 50 * PRECISE[torch.bfloat16]
 
@@ -103,7 +105,7 @@ def test_an_input_without_gradient_gets_none(launched: list[str]) -> None:
     assert weight.grad is not None
     assert error(weight.grad, dy.double().T @ x.double()) < PRECISE[torch.bfloat16]
     assert x.grad is None
-    assert launched == ["down", "down_backward"]
+    assert launched == ["down", "down_backward_alone"]
 
 
 def test_what_kernels_do_not_know_is_left_to_torch(launched: list[str]) -> None:
@@ -160,7 +162,9 @@ def test_every_parameter_of_every_router(kind: str, launched: list[str]) -> None
         assert error(got[name], exact[name]) < (OUTPUT[torch.bfloat16] if name == "x" else 1e-4), name
 
 
-def test_routers_of_one_input_decide_as_they_do_alone(launched: list[str]) -> None:
+def test_routers_of_one_input_decide_as_they_do_alone(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the matrix units both: the few columns of one router would be plain sums, which keep more of the weights."""
+    take(PRODUCTS, monkeypatch)
     x, routers = normal(2, 9, 21, seed=3, dtype=torch.bfloat16), [router("softmax", seed) for seed in range(3)]
     with implementation("triton"):
         together = decide_together(routers, x)

@@ -4,7 +4,7 @@
 
 With few tokens a launch costs more than what it does. Here every program makes the z = dropout(x) A^T that it needs by
 itself, the same for every tile of columns of y, instead of waiting for another kernel. Few ranks are plain sums in
-fp32 over a handful of rows, more go through the matrix units; operands are rounded where `down` and `up` do.
+fp32 over a handful of rows, of A and B as they are; more go through the matrix units, rounded as `down` and `up` do.
 
 Shapes: N tokens, D and O input and output width, M projections that share x, R rank of one A, C columns of B (column c
 reads z[:, c % R]), G gates of a token.
@@ -98,11 +98,11 @@ def few_sums_kernel(x, As, bases, gates, diagonals, Bs, ys, z, Os, base_strides,
                 factors = factors + (s,)  # type: ignore[assignment]  # noqa: RUF005
             for c in tl.static_range(C):
                 b = tl.load(Bs[m] + outs * C + c, mask=outs < O, other=0.0)
-                columns = columns + (b.to(tile.dtype).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+                columns = columns + (b,)  # type: ignore[assignment]  # noqa: RUF005
             zs = row_sums(x, early, As[m], early_A, rows, N, D, seed, threshold, keep_scale, R, BD, STEPS)
             delta = tl.zeros((BN, BO), tl.float32)
             for c in tl.static_range(C):
-                delta += (zs[c % R] * factors[c]).to(tile.dtype).to(tl.float32) * columns[c][None, :]
+                delta += zs[c % R] * factors[c] * columns[c][None, :]
             where = long_rows * strides[m] + outs[None, :]
             tl.store(ys[m] + where, (tile.to(tl.float32) + delta).to(tile.dtype), mask=inside)
             kept = (rows < tl.where(block == 0, N, 0))[:, None]
