@@ -181,7 +181,7 @@ def in_ways(found: list[tuple[str, Case]], by_sums: Callable[[Case], bool]) -> l
 def take(way: str, patch: pytest.MonkeyPatch) -> None:
     """Take one way wherever it can be taken, whichever is faster."""
     if way == SUMS:
-        patch.setattr(thin, "WIDE_DY", 0)
+        patch.setattr(thin, "LEAST_DY", 0)
     else:
         patch.setattr(thin, "MOST_COLUMNS", 0)
         patch.setattr(thin, "COLUMNS_OF_B", ())

@@ -32,7 +32,7 @@ from monkeyjump.ops.settings import Dropout, Strengths
 
 MOST_COLUMNS = 8  # of z: each is an instruction for every entry of x
 COLUMNS_OF_B = (1, 2, 4)
-WIDE_DY = 2048  # columns of dy from which its sums are faster than products, though they make more parts
+LEAST_DY = 512  # columns of every dy: all threads lie side by side along a row, and no sum over rows crosses them
 WIDE = 1024  # columns of x from which more warps share a row
 
 
@@ -112,7 +112,8 @@ def column_strength(gate, scale, rows, N, gate_stride, every, c: tl.constexpr, C
 
 
 @triton.jit
-def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, z_stride, t_stride, gate_stride, every,
+def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, W,
+                       z_stride, t_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
                        BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr):  # fmt: skip
     block, columns = tl.program_id(0), tl.arange(0, C)
@@ -135,7 +136,7 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
             shares = shares + (tile * weights[c][:, None],)  # type: ignore[assignment]  # noqa: RUF005
         sums = added
         part = tl.sum(side_by_side(shares, BN, BO), 0)  # [BO, C]
-        where = (block.to(tl.int64) * O + outs[:, None]) * C + columns[None, :]
+        where = block.to(tl.int64) * W + outs[:, None] * C + columns[None, :]
         tl.store(parts + where, part, mask=(outs < O)[:, None])
     found = tl.zeros((BN, C), tl.float32)
     for c in tl.static_range(C):
@@ -149,14 +150,15 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
 
 
 @triton.jit
-def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, scale, N, z_stride, gate_stride, every,
+def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offsets, scale, N, W,
+                       z_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
-                       ROWS: tl.constexpr, WIDTHS: tl.constexpr, V: tl.constexpr):  # fmt: skip
+                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr):  # fmt: skip
     for m in tl.static_range(len(dys)):
-        if (tl.program_id(1) == m) & (tl.program_id(0) * ROWS[m] < N):
+        if tl.program_id(1) == m:
             up_backward_of_one(
-                dys[m], z + m * R, gates[m], diagonals[m], Bs[m], t + m * C, parts[m], Os[m], strides[m], scale, N,
-                z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, ROWS[m], WIDTHS[m], V
+                dys[m], z + m * R, gates[m], diagonals[m], Bs[m], t + m * C, parts + offsets[m], Os[m], strides[m],
+                scale, N, W, z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, BN, BO, V
             )  # fmt: skip
 
 
@@ -193,6 +195,10 @@ def up(
     )  # fmt: skip
 
 
+def sums_up_backward(Bs: Sequence[torch.Tensor]) -> bool:
+    return Bs[0].shape[1] in COLUMNS_OF_B and min(B.shape[0] for B in Bs) >= LEAST_DY
+
+
 def up_backward(
     dys: Sequence[torch.Tensor],
     z: torch.Tensor,
@@ -200,21 +206,16 @@ def up_backward(
     strengths: Strengths,
     times_s: bool,
     t: torch.Tensor,
-) -> list[torch.Tensor]:
-    """`lora.up_backward` into t, and the parts of each dB."""
+) -> torch.Tensor:
+    """`lora.up_backward` into t, and the parts of all dB."""
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
-    # All threads side by side along wide rows: no sum over rows crosses a thread. Narrow ones have more rows instead.
-    wide, narrow = TILES["thin_up_backward"], TILES["thin_up_backward_narrow"]
-    tiles = [narrow if narrow.columns >= O else wide for O in Os]
-    rows, widths = (
-        tuple(tile.rows for tile in tiles),
-        tuple(min(padded(O), tile.columns) for tile, O in zip(tiles, Os, strict=True)),
-    )
-    parts = [new_parts(N, BN, O * C, z.device) for BN, O in zip(rows, Os, strict=True)]
-    _up_backward((row_blocks(N, min(rows)), M),
-        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, tuple(parts), Os,
-        tuple(dy.stride(0) for dy in dys), strengths.scale, N, *strength_numbers(strengths, z)[2:],
-        z.shape[1] // M, C, gates_of_token(strengths), times_s, rows, widths, 8, warps=wide.warps,
+    tile = TILES["thin_up_backward"]
+    parts = new_parts(N, tile.rows, sum(Os) * C, z.device)
+    _up_backward((parts.shape[0], M),
+        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts, Os,
+        tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
+        parts.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths), times_s,
+        tile.rows, min(padded(max(Os)), tile.columns), 8, warps=tile.warps,
     )  # fmt: skip
     return parts

@@ -48,7 +48,6 @@ TILES = {
     "thin_down_wide": Tile(32, 256, warps=16, stages=4),
     "thin_up": Tile(32, 128),
     "thin_up_backward": Tile(16, 1024),
-    "thin_up_backward_narrow": Tile(64, 256),
     "add_parts": Tile(64, 16),
     "route": Tile(32, 128, stages=4),
     "route_many": Tile(64, 128, stages=4),
