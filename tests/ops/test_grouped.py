@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
+from monkeyjump.ops.settings import Dropout
 from tests.ops.common import DEVICE, TOLERANCE, error, normal, uniform
 
 ops = pytest.importorskip("monkeyjump.ops.grouped")
@@ -223,6 +224,28 @@ def test_an_input_without_gradient() -> None:
     for name, leaf in leaves.items():
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, leaves_with_x[name].grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("with_x", [True, False])
+@pytest.mark.parametrize("weights", ["apart", "together"])
+def test_the_input_gradient_is_by_the_ranks_and_by_the_weights(weights: str, with_x: bool) -> None:
+    """dx = dropout(dz A) + sum of dy W into memory that holds anything, narrow neighbours in one product or not."""
+    outs, tokens = (ops.NARROW + 1, 6, 5), B * T
+    dys = [normal(tokens, out, seed=m) for m, out in enumerate(outs)]
+    weight, As = normal(sum(outs), D, seed=5), [normal(R, D, seed=6 + m) for m in range(3)]
+    x, dz, mask = normal(tokens, D, seed=9), normal(tokens, 3 * R, seed=10), Dropout(torch.tensor(7).to(DEVICE), 0.4)
+    frozen = [weight] if weights == "together" else list(weight.split(outs))
+    kept = reference.keep_mask(x.shape, mask.seed, mask.p).double() / (1 - mask.p)
+    dx, parts = ops.down_gradients(dys, frozen, x if with_x else None, dz, As, mask, with_dx=True)
+    by_ranks = dz.double() @ torch.cat(As).double() * kept
+    assert error(dx, by_ranks + torch.cat(dys, 1).double() @ weight.double()) < 1e-6
+    assert len(parts) == with_x
+    if with_x:
+        assert error(ops.total(parts).view(3 * R, D), dz.double().T @ (x.double() * kept)) < 1e-6
+        no_dx, same = ops.down_gradients(dys, frozen, x, dz, As, mask, with_dx=False)
+        assert no_dx is None
+        assert torch.equal(same[0], parts[0])
 
 
 def test_second_derivatives_are_refused() -> None:

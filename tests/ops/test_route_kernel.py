@@ -77,7 +77,7 @@ def test_every_number_of_experts(experts: int, top_k: int) -> None:
     assert (gates > 0).sum(-1).eq(top_k).all()
 
 
-ACROSS = 256 * TILES["route_rows"].warps  # columns whose sums over rows are made at a time
+ACROSS = 128 * TILES["route_rows"].warps  # columns whose sums over rows are made at a time
 SHAPES = {
     # one token, one entry, one expert
     "one of everything": (1, 1, 1),

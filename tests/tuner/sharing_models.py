@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,22 @@ def always_on(targets: list[str] | None = None, layers: int = 1, **changes: Any)
     """LoRA on the attention, nothing routed: q, k, v and o look alike."""
     settings = {"target_modules": targets or ATTENTION, "shared_modules": [], "layers_to_route": [], **changes}
     return adapted(tiny_llama(layers), **settings).to(DEVICE)
+
+
+def spied_passes(patch: pytest.MonkeyPatch) -> list[int]:
+    """How many projections took part in each pass over an input, filled as they are made."""
+    from monkeyjump.ops.kernels import few, lora
+
+    found: list[int] = []
+    for module, name in ((lora, "down"), (few, "at_once")):
+        original = getattr(module, name)
+
+        def spy(x: torch.Tensor, As: Any, *rest: Any, _original: Any = original) -> torch.Tensor:
+            found.append(len(As))
+            return _original(x, As, *rest)
+
+        patch.setattr(module, name, spy)
+    return found
 
 
 def logits(model: nn.Module, seed: int = 0) -> torch.Tensor:

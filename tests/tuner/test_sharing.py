@@ -14,25 +14,23 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from monkeyjump.ops.dispatch import implementation
 from tests.helpers import adapted, assert_same, disturb, gradients, layers_of, mj_config, tiny_llama, wrap
-from tests.tuner.sharing_models import ATTENTION, CLOSE, DEVICE, always_on, assert_torch_agrees, batch, logits
+from tests.tuner.sharing_models import (
+    ATTENTION,
+    CLOSE,
+    DEVICE,
+    always_on,
+    assert_torch_agrees,
+    batch,
+    logits,
+    spied_passes,
+)
 
-kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
-few = pytest.importorskip("monkeyjump.ops.kernels.few")
+pytest.importorskip("triton")
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many projections took part in each pass over an input."""
-    found: list[int] = []
-    for module, name in ((kernels, "down"), (few, "at_once")):
-        original = getattr(module, name)
-
-        def spy(x: torch.Tensor, As: Any, *rest: Any, _original: Any = original) -> torch.Tensor:
-            found.append(len(As))
-            return _original(x, As, *rest)
-
-        monkeypatch.setattr(module, name, spy)
-    return found
+    return spied_passes(monkeypatch)
 
 
 @pytest.fixture
@@ -241,6 +239,10 @@ def test_a_copy_is_a_model_of_its_own(how: str, passes: list[int]) -> None:
         members = {id(member) for group in layer.shared.values() for member in group.members}
         assert members <= own
         assert not members & originals
+    sharing = next(iter(layers_of(twin).values())).context.sharing
+    for key, family in sharing.families.items():
+        assert family.round is sharing.rounds[key[:2]]
+        assert {id(layer) for layer in family.round.called} == {id(layer) for layer in family.layers} <= own
 
 
 def test_a_saved_and_loaded_model_shares(tmp_path: Any, passes: list[int]) -> None:

@@ -10,10 +10,9 @@ import torch
 
 from monkeyjump.ops.dispatch import implementation
 from monkeyjump.training.compile import compiled
-from tests.helpers import COMPILING, adapted, assert_same, disturb, gradients, tiny_llama
-from tests.tuner.sharing_models import ATTENTION, DEVICE, batch
+from tests.helpers import COMPILING, adapted, assert_same, disturb, gradients, layers_of, tiny_llama
+from tests.tuner.sharing_models import ATTENTION, CLOSE, DEVICE, always_on, batch, logits, spied_passes
 
-kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
 few = pytest.importorskip("monkeyjump.ops.kernels.few")
 
 pytestmark = [*COMPILING, pytest.mark.usefixtures("fresh_compiler")]
@@ -35,15 +34,7 @@ def test_compiled_groups_equal_eager(what: str, adapter: str, monkeypatch: pytes
     """Three steps; from the second on q, k, v are one pass over their input in the compiled graph too."""
     model = routed(2, adapter=adapter)
     twin = copy.deepcopy(model)
-    passes: list[int] = []
-    for module, name in ((kernels, "down"), (few, "at_once")):
-        original = getattr(module, name)
-
-        def spy(x: torch.Tensor, As: Any, *rest: Any, _original: Any = original) -> torch.Tensor:
-            passes.append(len(As))
-            return _original(x, As, *rest)
-
-        monkeypatch.setattr(module, name, spy)
+    passes = spied_passes(monkeypatch)
     with implementation("triton"), compiled(model, what, backend="aot_eager") as report:
         for seed in range(3):
             for one in (model, twin):
@@ -55,29 +46,99 @@ def test_compiled_groups_equal_eager(what: str, adapter: str, monkeypatch: pytes
     assert report.graphs == (2 if what == "blocks" else 1)
 
 
-def test_dropout_of_a_compiled_group_is_the_same_in_backward() -> None:
-    """The gradient is that of the loss at the mask of its forward: a finite difference at the same seed agrees."""
-    model = routed(1, dropout=0.5, layers_to_route=[])  # centres that follow the tokens would change the loss too
-    parameter = next(p for name, p in model.named_parameters() if "q_proj" in name and name.endswith(".A"))
-    direction = torch.randn_like(parameter)
+def in_another_order() -> Any:
+    """A block that defines q last and calls it first."""
+    base = tiny_llama(1)
+    projections = base.model.layers[0].self_attn._modules
+    projections["q_proj"] = projections.pop("q_proj")
+    return base
+
+
+ROUNDS: dict[str, dict[str, Any]] = {
+    "one family": {"target_modules": ATTENTION, "shared_modules": [], "layers_to_route": []},
+    # centres that follow the tokens would change the loss too
+    "two families": {"target_modules": ATTENTION, "shared_modules": ["v_proj", "o_proj"], "ema_stop": 0},
+    "in another order": {"target_modules": ATTENTION, "shared_modules": [], "layers_to_route": []},
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_dropout_of_compiled_groups_is_the_same_in_backward(name: str) -> None:
+    """One seed for all projections of a block, drawn once.
+
+    The gradient is that of the loss at the mask of its forward: a finite difference at the same seed agrees.
+    """
+    base = in_another_order() if name == "in another order" else tiny_llama(1)
+    model = adapted(base, dropout=0.5, **ROUNDS[name]).to(DEVICE).train()
+    disturb(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    directions = [torch.randn_like(parameter) for parameter in trained]
+    drawn: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        drawn.append(sum("drawn_seed" in call for call in calls))
+        return lookup_backend("aot_eager")(graph, inputs)
 
     def loss() -> torch.Tensor:
         torch.manual_seed(7)
         return model(**batch(1), use_cache=False).loss
 
-    with implementation("triton"), compiled(model, "blocks", backend="aot_eager"):
+    with implementation("triton"), compiled(model, "blocks", backend=backend):
         for seed in range(2):
             step(model, seed)
         model.zero_grad()
         loss().backward()
-        assert parameter.grad is not None
-        slope, values, size = float((parameter.grad * direction).sum()), [], 3e-3
+        slopes = [float((p.grad * d).sum()) for p, d in zip(trained, directions, strict=True) if p.grad is not None]
+        values, size = [], 1e-3
         for sign in (1, -1):
-            parameter.data.add_(direction, alpha=sign * size)
+            for parameter, direction in zip(trained, directions, strict=True):
+                parameter.data.add_(direction, alpha=sign * size)
             values.append(float(loss().detach()))
-            parameter.data.sub_(direction, alpha=sign * size)
-    assert abs(slope) > 1e-4
-    assert (values[0] - values[1]) / (2 * size) == pytest.approx(slope, rel=0.05)
+            for parameter, direction in zip(trained, directions, strict=True):
+                parameter.data.sub_(direction, alpha=sign * size)
+    assert drawn == [1]
+    assert len(slopes) == len(trained)
+    assert abs(sum(slopes)) > 1e-2
+    assert (values[0] - values[1]) / (2 * size) == pytest.approx(sum(slopes), rel=0.05)
+    assert not any(
+        family.round.seed is not None for layer in layers_of(model).values() for family in layer.families.values()
+    )
+
+
+@pytest.mark.parametrize("tokens", ["few", "many"])
+def test_compiled_inference_takes_groups_in_generation(tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are known: one pass for q, k and v, and the logits of eager mode."""
+    if tokens == "many":
+        monkeypatch.setattr(few, "FEW", 4)
+    passes = spied_passes(monkeypatch)
+    model = routed(1, shared_modules=["o_proj"]).eval()
+    base, context = model.get_base_model(), next(iter(layers_of(model).values())).context
+    with implementation("triton"):
+        for _ in range(2):
+            expected = logits(model)
+        base.model.compile(backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            with context.generating(None, None, None):
+                passes.clear()
+                torch.testing.assert_close(logits(model), expected, **CLOSE)
+                assert passes == [3, 1]
+
+
+def test_after_generation_weights_may_change() -> None:
+    """Merged weights that a compiler then reads are not added to once more."""
+    model = always_on().eval()
+    context = next(iter(layers_of(model).values())).context
+    with implementation("triton"):
+        for _ in range(2):
+            expected = logits(model)
+        with context.generating(None, None, None):
+            logits(model)
+        model.merge_adapter()
+        model.get_base_model().model.compile(backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_after_compiling_eager_mode_goes_on() -> None:

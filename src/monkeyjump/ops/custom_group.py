@@ -49,7 +49,11 @@ def _spread(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]
 
 @torch.library.custom_op("monkeyjump::drawn_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def drawn_seed(like: Tensor) -> Tensor:
-    """A seed for a mask, on the device of `like`."""
+    """A seed for a mask, on the device of `like`, which is to be what is masked.
+
+    The compiler takes two calls with one tensor for one: with a weight, a block that is called twice in a graph would
+    mask twice alike.
+    """
     return new_seed(like.device)
 
 

@@ -52,7 +52,7 @@ class SharedInput:
         if not self.traceable or not dispatch.uses_kernels(x):
             return None
         if place == 0:
-            ys = self._outputs(x, self._traced_seed())
+            ys = self._outputs(x, self._traced_seed(x))
             self._traced = (x, ys) if len(self.members) > 1 and ys is not None else None
             return None if ys is None else ys[0]
         if self._traced is None or self._traced[0] is not x:
@@ -62,7 +62,7 @@ class SharedInput:
             self._traced = None  # or the compiled graph would hand it out
         return y
 
-    def _traced_seed(self) -> torch.Tensor | None:
+    def _traced_seed(self, x: torch.Tensor) -> torch.Tensor | None:
         """One for all groups of a parent module: the first of them draws it, the last one lets it go."""
         first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
         round = self.family.round
@@ -72,7 +72,7 @@ class SharedInput:
             return round.given
         from monkeyjump.ops.custom_group import drawn_seed
 
-        seed = drawn_seed(first.A) if self.opens else round.seed
+        seed = drawn_seed(x) if self.opens else round.seed
         round.seed = None if self.closes else seed
         return seed
 
