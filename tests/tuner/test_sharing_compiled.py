@@ -59,18 +59,21 @@ ROUNDS: dict[str, dict[str, Any]] = {
     # centres that follow the tokens would change the loss too
     "two families": {"target_modules": ATTENTION, "shared_modules": ["v_proj", "o_proj"], "ema_stop": 0},
     "in another order": {"target_modules": ATTENTION, "shared_modules": [], "layers_to_route": []},
+    "recomputed": {"target_modules": ATTENTION, "shared_modules": ["v_proj", "o_proj"], "ema_stop": 0},
 }
 
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_dropout_of_compiled_groups_is_the_same_in_backward(name: str) -> None:
-    """One seed for all projections of a block, drawn once.
+    """One seed for all projections of a block: with routers drawn before the blocks run, else in the graph, and once.
 
     The gradient is that of the loss at the mask of its forward: a finite difference at the same seed agrees.
     """
     base = in_another_order() if name == "in another order" else tiny_llama(1)
     model = adapted(base, dropout=0.5, **ROUNDS[name]).to(DEVICE).train()
     disturb(model)
+    if name == "recomputed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     directions = [torch.randn_like(parameter) for parameter in trained]
     drawn: list[int] = []
@@ -99,7 +102,8 @@ def test_dropout_of_compiled_groups_is_the_same_in_backward(name: str) -> None:
             values.append(float(loss().detach()))
             for parameter, direction in zip(trained, directions, strict=True):
                 parameter.data.sub_(direction, alpha=sign * size)
-    assert drawn == [1]
+    assert set(drawn) == {0 if name == "two families" else 1}
+    assert len(drawn) == 1 or name == "recomputed"
     assert len(slopes) == len(trained)
     assert abs(sum(slopes)) > 1e-2
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(sum(slopes), rel=0.05)

@@ -188,6 +188,7 @@ class Sharing:
         self.rounds: dict[tuple, Round] = {}  # by parent module
         self.prepared = False  # whether a compiler takes groups for granted
         self._masking: list[tuple[Round, torch.device]] = []  # those that it may trace, with dropout
+        self._drawn_for: nn.Module | None = None  # the stack of blocks that was last trained
 
     def join(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
         """Let a projection share its pass over the input with the other linears of its parent module."""
@@ -222,6 +223,8 @@ class Sharing:
             round.given = None
             if groups and groups[0].masks():
                 self._masking.append((round, groups[0].device()))
+        if self._drawn_for is not None:  # in the middle of its forward
+            self.draw(self._drawn_for)
         self.prepared = True
         return not self.waiting()
 
@@ -231,6 +234,7 @@ class Sharing:
         A recomputation must find the seed of its own forward, which by then may not be the last one: there, every
         round draws for itself, and what recomputes restores the state of the generator.
         """
+        self._drawn_for = model
         again = bool(self._masking) and any(recomputed(module) for module in model.modules())
         for device in {device for _, device in self._masking}:
             here = [round for round, other in self._masking if other == device]
