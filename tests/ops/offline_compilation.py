@@ -69,23 +69,20 @@ def low_rank_kernels(rank: int, projections: int) -> None:
         total([*ups, *downs])
 
 
-def thin_kernels(rank: int, projections: int, width: int, dtype: torch.dtype) -> None:
-    """Few columns of real sizes, narrow outputs beside a wide one; two gates of a token where there is room."""
+def thin_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
+    """Few columns of real sizes, narrow outputs beside a wide one; gates and a mask, or diagonals."""
     from monkeyjump.ops.kernels import thin
     from monkeyjump.ops.settings import Dropout, Strengths
 
-    N, outs = 128, (width, *[128] * (projections - 1))
-    x, bases = torch.randn(N, width).to(dtype), [torch.randn(N, out).to(dtype) for out in outs]
+    N, outs, none = 128, (width, *[128] * (projections - 1)), (None,) * projections
+    x, bases = torch.randn(N, width).bfloat16(), [torch.randn(N, out).bfloat16() for out in outs]
     As, Bs = [torch.randn(rank, width)] * projections, [torch.randn(out, rank) for out in outs]
     z, t = torch.randn(N, projections * rank), torch.randn(N, projections * rank)
-    gate, diagonal = torch.rand(N, 2 if rank > 1 else 1), torch.rand(rank)
-    for dropout, diagonals, gates in (
-        (Dropout(torch.tensor(1), 0.1), (None,) * projections, (gate,) * projections),
-        (None, (diagonal,) * projections, (None,) * projections),
-    ):
-        thin.down(x, As, dropout, z)
-        thin.up(bases, z, Bs, Strengths(0.5, gates, diagonals), bases)
-        thin.up_backward(bases, z, Bs, Strengths(0.5, gates, diagonals), dropout is None, t)
+    gates, diagonals = (torch.rand(N, 2 if rank > 1 else 1),) * projections, (torch.rand(rank),) * projections
+    strengths = Strengths(0.5, gates, none) if gated else Strengths(0.5, none, diagonals)
+    thin.down(x, As, Dropout(torch.tensor(1), 0.1) if gated else None, z)
+    thin.up(bases, z, Bs, strengths, bases)
+    thin.up_backward(bases, z, Bs, strengths, not gated, t)
 
 
 def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -147,9 +144,10 @@ if __name__ == "__main__":
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
     low_rank_kernels(rank=16, projections=2)
-    thin_kernels(rank=2, projections=3, width=896, dtype=torch.bfloat16)
-    thin_kernels(rank=4, projections=2, width=4096, dtype=torch.bfloat16)
-    thin_kernels(rank=1, projections=1, width=4096, dtype=torch.float32)
+    thin_kernels(rank=2, projections=3, width=896, gated=True)
+    thin_kernels(rank=4, projections=2, width=4096, gated=True)
+    for rank in (1, 4):
+        thin_kernels(rank=rank, projections=1, width=4096, gated=False)
     few_tokens(rank=2, width=896)
     few_tokens(rank=1, width=4112)  # in more steps than are loaded early
     few_tokens(rank=2, width=96, experts=8)  # through the matrix units
