@@ -137,6 +137,7 @@ OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
         custom_group.grouped_down_backward,
         lambda: (group_gradients()[0], x(), dz(), *group_gradients()[1][1:4:2], seed(), 0.3, True),
     ),
+    "route": (custom.route, lambda: (x(), centers(), 2, 0.5, True)),
     "route_into": (
         custom.route_into,
         lambda: (x(), centers(), torch.arange(N, device=DEVICE) > 2, *staged(), [2, 2], 0.5, [False, False]),

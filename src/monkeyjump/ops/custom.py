@@ -132,6 +132,19 @@ def _up_gradients(ctx: Any, dy: torch.Tensor) -> Any:
 lora_up.register_autograd(_up_gradients, setup_context=_save_up)
 
 
+@torch.library.custom_op("monkeyjump::route", mutates_args=())
+def route(
+    h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool
+) -> torch.Tensor:
+    """Gates [N, E]."""
+    return routing.route(h.contiguous(), centers, Routing(top_k, temperature, renormalize, member_k=1, unit=True))
+
+
+@route.register_fake
+def _(h, centers, top_k, temperature, renormalize):
+    return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)
+
+
 @torch.library.custom_op("monkeyjump::route_into", mutates_args=("sums", "counts"))
 def route_into(
     h: torch.Tensor,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from monkeyjump.ops import custom, written_out
+from monkeyjump.ops import custom
 from monkeyjump.ops.kernels import route as kernels
 from monkeyjump.ops.kernels.route import supported
 from monkeyjump.ops.settings import Routing, rows_of
@@ -19,9 +19,12 @@ __all__ = ["Routing", "route", "route_and_sum", "route_into", "supported"]
 
 def route(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> torch.Tensor:
     """Gates [B, T, E] of h [B, T, D], fp32."""
+    flat = rows_of(h)
     if torch.compiler.is_compiling():
-        return written_out.gates(h, centers, routing)[0]
-    return kernels.route(rows_of(h), centers, routing).view(*h.shape[:-1], len(centers))
+        gates = custom.route(flat, centers, routing.top_k, routing.temperature, routing.renormalize)
+    else:
+        gates = kernels.route(flat, centers, routing)
+    return gates.view(*h.shape[:-1], len(centers))
 
 
 def route_into(

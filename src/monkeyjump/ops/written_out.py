@@ -2,9 +2,9 @@
 
 With few tokens every kernel costs its launch. A matrix product with two columns is a kernel of its own; written as sums
 over the row, it becomes part of the norm, the rotation or the residual addition around it. With the many tokens of a
-training step this form is the slower one (docs/speed.md).
+training step this form is the slower one (docs/speed.md). Where groups of projections are known, they are used instead.
 
-Shapes: N tokens, D width, C few columns, E experts.
+Shapes: N tokens, D width, C few columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from monkeyjump.ops import reference
-from monkeyjump.ops.settings import Dropout, Routing, Strengths
+from monkeyjump.ops.settings import Dropout, Strengths
 
 MOST = 8  # columns; with more, a product on the matrix units is less work
 
@@ -49,13 +49,3 @@ def up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strength
     N, C = z.shape[0], B.shape[1]
     zs = z.repeat(1, C // z.shape[1]) * strengths.first(N, C)
     return (base + expansion(zs, B.T, base.dtype)).to(base.dtype)
-
-
-def gates(
-    h: torch.Tensor, centers: list[torch.Tensor], routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gates [..., E], cosines [..., E], norms [..., 1]) of h [..., D]."""
-    wide = h.float()
-    norm = wide.square().sum(-1, keepdim=True).sqrt().clamp_min(reference.EPS)
-    cosines = product(wide, F.normalize(torch.stack(centers), dim=-1, eps=reference.EPS)) / norm
-    return reference.gates(cosines, routing.top_k, routing.temperature, routing.renormalize), cosines, norm
