@@ -85,7 +85,7 @@ def thin_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
     thin.up_backward(bases, z, Bs, strengths, not gated, t)
 
 
-def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16, cases: int = 2) -> None:
     """Both ways of one launch, with and without their optional parts."""
     from monkeyjump.ops.kernels import few
     from monkeyjump.ops.settings import Dropout, Strengths
@@ -93,8 +93,8 @@ def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = tor
     N, outs, columns = 8, (80, 16), rank * experts
     x, bases = torch.randn(N, width).to(dtype), [torch.randn(N, out).to(dtype) for out in outs]
     As, Bs = [torch.randn(rank, width)] * 2, [torch.randn(out, columns) for out in outs]
-    cases = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, experts)), (None, torch.rand(columns), None))
-    for dropout, diagonal, gate in cases:
+    parts = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, experts)), (None, torch.rand(columns), None))
+    for dropout, diagonal, gate in parts[:cases]:
         few.at_once(x, As, bases, Bs, Strengths(0.5, (gate,) * 2, (diagonal,) * 2), dropout, bases)
 
 
@@ -102,7 +102,7 @@ def wide_products() -> None:
     """More columns than fit beside a tile of full width."""
     from monkeyjump.ops.kernels import few, lora
 
-    few_tokens(few.MOST_COLUMNS, 896, dtype=torch.float32)
+    few_tokens(few.MOST_COLUMNS, 896, dtype=torch.float32, cases=1)
     lora.down(torch.randn(64, 896).bfloat16(), [torch.randn(64, 896)] * 3, None)
 
 

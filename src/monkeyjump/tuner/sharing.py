@@ -188,7 +188,7 @@ class Sharing:
         self.rounds: dict[tuple, Round] = {}  # by parent module
         self.prepared = False  # whether a compiler takes groups for granted
         self._masking: list[tuple[Round, torch.device]] = []  # those that it may trace, with dropout
-        self._drawn_for: nn.Module | None = None  # the stack of blocks that was last trained
+        self._drawn_for: nn.Module | None = None  # the stack of blocks in whose training forward we are
 
     def join(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
         """Let a projection share its pass over the input with the other linears of its parent module."""
@@ -223,7 +223,7 @@ class Sharing:
             round.given = None
             if groups and groups[0].masks():
                 self._masking.append((round, groups[0].device()))
-        if self._drawn_for is not None:  # in the middle of its forward
+        if self._drawn_for is not None:
             self.draw(self._drawn_for)
         self.prepared = True
         return not self.waiting()
@@ -254,6 +254,7 @@ class Sharing:
             round.given = None
 
     def end(self) -> None:
-        """What was made and not asked for is let go."""
+        """A forward is over: what was made and not asked for is let go."""
+        self._drawn_for = None
         for family in self.families.values():
             family.clear()

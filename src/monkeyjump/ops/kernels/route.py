@@ -124,7 +124,7 @@ def center_length(center, D, BW: tl.constexpr):
 
 
 @triton.jit
-def row_products(h, centers, rows, N, D, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+def row_products(h, centers, rows, N, D, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr):
     """(norms, products with each centre), [BN] each."""
     row_starts = h + rows.to(tl.int64)[:, None] * D
     squares, dots = tl.zeros((BN, BD // V), tl.float32), ()
