@@ -162,3 +162,17 @@ def test_after_compiling_eager_mode_goes_on() -> None:
     with implementation("torch"):
         step(twin, 5)
     assert_same(gradients(model), gradients(twin), rtol=1e-3, atol=1e-5)
+
+
+def test_seeds_are_not_drawn_ahead_for_what_is_recomputed() -> None:
+    """Also if the blocks are told to recompute in the middle of a run: each then draws for itself."""
+    model = adapted(tiny_llama(2), dropout=0.5, **ROUNDS["two families"]).to(DEVICE).train()
+    rounds = next(iter(layers_of(model).values())).context.sharing.rounds.values()
+    with implementation("triton"), compiled(model, "blocks", backend="aot_eager"):
+        for seed in range(2):
+            step(model, seed)
+        seeds = [round.given for round in rounds]
+        assert len({int(seed) for seed in seeds if seed is not None}) == len(seeds) == 2
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        step(model, 2)
+        assert all(round.given is None for round in rounds)

@@ -189,6 +189,8 @@ class Sharing:
         self.prepared = False  # whether a compiler takes groups for granted
         self._masking: list[tuple[Round, torch.device]] = []  # those that it may trace, with dropout
         self._drawn_for: nn.Module | None = None  # the stack of blocks in whose training forward we are
+        self._looked_at: nn.Module | None = None
+        self._wrapped = False  # whether something in that recomputes
 
     def join(self, adapter_name: str, layer: MonkeyJumpLayer, routed: bool) -> None:
         """Let a projection share its pass over the input with the other linears of its parent module."""
@@ -235,7 +237,7 @@ class Sharing:
         round draws for itself, and what recomputes restores the state of the generator.
         """
         self._drawn_for = model
-        again = bool(self._masking) and any(recomputed(module) for module in model.modules())
+        again = bool(self._masking) and self._recomputes(model)
         for device in {device for _, device in self._masking}:
             here = [round for round, other in self._masking if other == device]
             # two to a row: each begins where a compiler expects a tensor to begin
@@ -243,13 +245,20 @@ class Sharing:
             for round, row in zip(here, rows, strict=True):
                 round.given = None if row is None else row[0]
 
+    def _recomputes(self, model: nn.Module) -> bool:
+        """Asked in every forward: the blocks, where Transformers switches it; wrappers anywhere once for a model."""
+        if self._looked_at is not model:
+            self._looked_at, self._wrapped = model, any(recomputed(module) for module in model.modules())
+        blocks = (block for part in model.children() for block in part.children())
+        return self._wrapped or recomputed(model) or any(recomputed(block) for block in blocks)
+
     def release(self) -> None:
         """No compiler may take groups for granted any more."""
         self.prepared = False
         for family in self.families.values():
             for group in family.groups():
                 group.traceable = False
-        self._masking = []
+        self._masking, self._looked_at = [], None
         for round in self.rounds.values():
             round.given = None
 
