@@ -64,9 +64,8 @@ class SharedInput:
 
     def _traced_seed(self, x: torch.Tensor) -> torch.Tensor | None:
         """One for all groups of a parent module: the first of them draws it, the last one lets it go."""
-        first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
-        round = self.family.round
-        if not first.training or not self.masks():
+        first, round = self.first(), self.family.round
+        if not first.training or not first.dropout:
             return None
         if round.given is not None:
             return round.given
@@ -76,14 +75,9 @@ class SharedInput:
         round.seed = None if self.closes else seed
         return seed
 
-    def masks(self) -> bool:
-        """Whether there is dropout."""
-        first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
-        return first.dropout > 0
-
-    def device(self) -> torch.device:
-        first: Any = self.members[0].monkeyjump_adapter[self.family.adapter_name]
-        return first.A.device
+    def first(self) -> Any:
+        """The adapter of the first member; those of the others have its kind and its settings."""
+        return self.members[0].monkeyjump_adapter[self.family.adapter_name]
 
     def prepare(self) -> None:
         """Find out whether a compiler may trace this group: called before it does."""
@@ -100,8 +94,7 @@ class SharedInput:
             return {}
         name, members = self.family.adapter_name, self.members
         seed = None
-        first: Any = members[0].monkeyjump_adapter[name]
-        if first.training and first.dropout:
+        if self.first().training and self.first().dropout:
             seed = self.family.seed([member.monkeyjump_adapter[name] for member in members], x.device)
         ys = self._outputs(x, seed)
         return {} if ys is None else {id(member): y for member, y in zip(members, ys, strict=True)}

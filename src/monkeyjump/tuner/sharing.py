@@ -170,14 +170,7 @@ class Family:
         self._complete = True
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {
-            "_last": None,
-            "_follows": {},
-            "_complete": False,
-            "_seed": None,
-            "_masked": set(),
-        }
-        return {**vars(self), **fresh}
+        return {**vars(self), "_last": None, "_follows": {}, "_complete": False, "_seed": None, "_masked": set()}
 
 
 class Sharing:
@@ -223,8 +216,8 @@ class Sharing:
             groups = [group for family in families for group in family.groups() if group.traceable]
             round.mark(groups)
             round.given = None
-            if groups and groups[0].masks():
-                self._masking.append((round, groups[0].device()))
+            if groups and groups[0].first().dropout > 0:
+                self._masking.append((round, groups[0].first().A.device))
         if self._drawn_for is not None:
             self.draw(self._drawn_for)
         self.prepared = True

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from monkeyjump.ops.kernels import lora
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.pieces import dropped, gates_of_token, mask_numbers, strength, strength_numbers
+from monkeyjump.ops.kernels.pieces import columns_of, dropped, gates_of_token, mask_numbers, strength, strength_numbers
 from monkeyjump.ops.kernels.products import product
 from monkeyjump.ops.kernels.tiles import FEW, TILES, padded, row_blocks
 from monkeyjump.ops.settings import Dropout, Strengths
@@ -34,14 +34,8 @@ WIDE = 1024  # columns of x beyond which its rows, read again for every tile, ar
 
 
 @triton.jit
-def columns_of(step: tl.constexpr, BD: tl.constexpr):
-    """The columns of x and A in a step, by fours: bf16 comes to the threads that fp32 comes to."""
-    return step * BD + tl.max_contiguous(tl.arange(0, BD), 4)
-
-
-@triton.jit
 def row_tile(x, rows, N, D, step: tl.constexpr, BD: tl.constexpr):
-    cols = columns_of(step, BD)
+    cols = columns_of(step * BD, BD, 4)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     return tl.load(x + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0)
 
@@ -52,7 +46,7 @@ def row_sums(x, early, A, early_A, rows, N, D, seed, threshold, keep_scale,
     """z = dropout(x) A^T of a row block, rank by rank: R of [BN, 1]. The first steps are there already."""
     totals = ()
     for step in tl.static_range(STEPS):
-        cols = columns_of(step, BD)
+        cols = columns_of(step * BD, BD, 4)
         tile = early[step] if step < len(early) else row_tile(x, rows, N, D, step, BD)
         if seed is not None:
             tile = dropped(tile, rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
@@ -86,7 +80,7 @@ def few_sums_kernel(x, As, bases, gates, diagonals, Bs, ys, z, Os, base_strides,
         if (block >= 0) & (block * BO < O):
             early_A, factors, columns = (), (), ()
             for part in tl.static_range(EARLY * R):
-                ins = columns_of(part // R, BD)
+                ins = columns_of(part // R * BD, BD, 4)
                 a = tl.load(As[m] + (part % R) * D + ins, mask=ins < D, other=0.0)
                 early_A = early_A + (a,)  # type: ignore[assignment]  # noqa: RUF005
             outs = block * BO + tl.arange(0, BO)

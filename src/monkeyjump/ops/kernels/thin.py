@@ -1,8 +1,8 @@
 """Kernels for few columns (a low rank, few projections): plain fp32 sums instead of matrix products.
 
 A matrix instruction multiplies 16 columns whatever is asked of it, and its operands pass through shared memory with
-barriers between the steps. For a handful of columns the sums are as fast as the reading: every thread adds up the
-entries it has loaded at once, and only one number of each thread and column crosses to others.
+barriers between the steps. For a handful of columns plain sums are faster: every thread adds up the entries it has
+loaded at once, and only one number of each thread and column crosses to others.
 
 Shapes: as in `lora`.
 """
