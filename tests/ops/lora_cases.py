@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
-from monkeyjump.ops.settings import Dropout, Strengths
+from monkeyjump.ops.settings import Dropout, Strengths, Update
 from tests.ops.common import DEVICE, normal, uniform
 
 pytest.importorskip("triton")
@@ -77,6 +77,9 @@ class Case:
             tuple(diagonals[m] if self.diagonal else None for m in self.projections),
             self.every,
         )
+
+    def update(self) -> Update:
+        return Update(self.downs(), self.ups(), self.strengths(), self.mask())
 
     def kept(self) -> torch.Tensor:
         """What dropout multiplies x by, [N, D] float64."""

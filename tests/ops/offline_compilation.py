@@ -59,7 +59,9 @@ def low_rank_kernels(rank: int, projections: int) -> None:
     for dropout, diagonal, gate in cases:
         z = lora.down(x, As, dropout)
         strengths = Strengths(0.5, (gate,) * projections, (diagonal,) * projections)
-        lora.up([base] * projections, z, Bs, strengths, [base] * projections)
+        bases = [None if gate is None else base] * projections
+        biases = [base[0] if gate is None else None] * projections
+        lora.up(bases, z, Bs, strengths, [base] * projections, biases)
         dz, ups = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None)
         downs = lora.down_backward(x, dz, As, dropout, x)
         lora.down_backward(None, dz, As, dropout, x)
@@ -80,22 +82,27 @@ def thin_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
     z, t = torch.randn(N, projections * rank), torch.randn(N, projections * rank)
     gates, diagonals = (torch.rand(N, 2 if rank > 1 else 1),) * projections, (torch.rand(rank),) * projections
     strengths = Strengths(0.5, gates, none) if gated else Strengths(0.5, none, diagonals)
-    thin.down(x, As, Dropout(torch.tensor(1), 0.1) if gated else None, z)
-    thin.up(bases, z, Bs, strengths, bases)
+    thin.down(x, As, Dropout(torch.tensor(1), 0.1) if gated else None, z, z.bfloat16() if gated else None)
+    thin.up(bases if gated else none, z, Bs, strengths, bases, none if gated else [base[0] for base in bases])
     thin.up_backward(bases, z, Bs, strengths, not gated, t)
 
 
 def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16, cases: int = 2) -> None:
-    """Both ways of one launch, with and without their optional parts."""
-    from monkeyjump.ops.kernels import few
-    from monkeyjump.ops.settings import Dropout, Strengths
+    """All ways of one launch, with and without their optional parts."""
+    from monkeyjump.ops.kernels import few, linear
+    from monkeyjump.ops.settings import Dropout, Strengths, Update
 
     N, outs, columns = 8, (80, 16), rank * experts
     x, bases = torch.randn(N, width).to(dtype), [torch.randn(N, out).to(dtype) for out in outs]
     As, Bs = [torch.randn(rank, width)] * 2, [torch.randn(out, columns) for out in outs]
     parts = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, experts)), (None, torch.rand(columns), None))
     for dropout, diagonal, gate in parts[:cases]:
-        few.at_once(x, As, bases, Bs, Strengths(0.5, (gate,) * 2, (diagonal,) * 2), dropout, bases)
+        update = Update(As, Bs, Strengths(0.5, (gate,) * 2, (diagonal,) * 2), dropout)
+        few.at_once(x, update, bases, bases)
+        update.dropout = None
+        if linear.fits(x, update):
+            biases = [None if diagonal is None else torch.randn(out).to(dtype) for out in outs]
+            linear.few_linear(x, [torch.randn(out, width).to(dtype) for out in outs], biases, update, dtype)
 
 
 def wide_products() -> None:

@@ -61,7 +61,7 @@ def at_once(case: Case) -> Found:
     """(z, ys) in one launch."""
     bases = case.bases()
     ys = [torch.empty_like(base) for base in bases]
-    return kernels.at_once(case.x(), case.downs(), bases, case.ups(), case.strengths(), case.mask(), ys), ys
+    return kernels.at_once(case.x(), case.update(), bases, ys), ys
 
 
 def by_sums(case: Case) -> bool:
@@ -102,12 +102,11 @@ def test_one_launch_is_two_and_the_formula(case: Case, monkeypatch: pytest.Monke
 def test_rows_of_wider_tensors(rank: int, dtype: torch.dtype) -> None:
     """Base outputs that lie side by side in one tensor, as one frozen product leaves them; also into themselves."""
     case = Case(N=SUMS.rows + 1, outs=(SUMS.columns + 3, 12, 7), R=rank, G=1, dtype=dtype)
-    x, As, Bs, strengths = case.x(), case.downs(), case.ups(), case.strengths()
     wide = guarded(torch.cat([normal(case.N, 3, dtype=dtype), *case.bases()], 1)).split([3, *case.outs], 1)[1:]
     z, apart = at_once(case)
     together = [torch.empty_like(base) for base in case.bases()]
     for ys in (together, wide):  # the second last: it is read
-        assert torch.equal(kernels.at_once(x, As, wide, Bs, strengths, None, ys), z)
+        assert torch.equal(kernels.at_once(case.x(), case.update(), wide, ys), z)
         assert all(torch.equal(a, b) for a, b in zip(ys, apart, strict=True))
 
 
@@ -132,14 +131,14 @@ def test_which_kernels(tokens: int, rank: int, launches: list[str], monkeypatch:
     for module, name in ((kernels, "at_once"), (lora, "down"), (lora, "up")):
         original = getattr(module, name)
 
-        def spy(*args: Any, _name: str = name, _original: Any = original) -> Any:
+        def spy(*args: Any, _name: str = name, _original: Any = original, **options: Any) -> Any:
             called.append(_name)
-            return _original(*args)
+            return _original(*args, **options)
 
         monkeypatch.setattr(module, name, spy)
     case = Case(N=tokens, R=rank, G=1)
     bases, strengths = case.bases(), case.strengths()
-    z = kernels.down_up(case.x(), case.downs(), bases, case.ups(), strengths, None, bases)
+    z = kernels.down_up(case.x(), case.update(), bases, bases)
     assert called == launches
     z64 = case.x().double() @ case.downs()[0].double().T
     assert error(z, z64) < 1e-6

@@ -29,14 +29,15 @@ def always_on(targets: list[str] | None = None, layers: int = 1, **changes: Any)
 def spied_passes(patch: pytest.MonkeyPatch) -> list[int]:
     """How many projections took part in each pass over an input, filled as they are made."""
     from monkeyjump.ops.kernels import few, lora
+    from monkeyjump.ops.settings import Update
 
     found: list[int] = []
     for module, name in ((lora, "down"), (few, "at_once")):
         original = getattr(module, name)
 
-        def spy(x: torch.Tensor, As: Any, *rest: Any, _original: Any = original) -> torch.Tensor:
-            found.append(len(As))
-            return _original(x, As, *rest)
+        def spy(x: torch.Tensor, what: Any, *rest: Any, _original: Any = original, **options: Any) -> torch.Tensor:
+            found.append(len(what.As if isinstance(what, Update) else what))
+            return _original(x, what, *rest, **options)
 
         patch.setattr(module, name, spy)
     return found

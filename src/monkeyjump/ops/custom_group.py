@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from monkeyjump.ops.grouped import Frozen, down_gradients, outputs, split_like
+from monkeyjump.ops.grouped import Frozen, down_gradients, kept_dtype, outputs, split_like
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.parts import total
-from monkeyjump.ops.settings import Dropout, Strengths, new_seed, rank_gradients, with_diagonal
+from monkeyjump.ops.settings import Dropout, Strengths, Update, new_seed, rank_gradients, with_diagonal
 
 Tensor = torch.Tensor
 # the compiler need not copy an input to give it the layout it was traced with: the ops make rows dense themselves
@@ -81,13 +81,14 @@ def grouped(
     """M of y [N, O], then z [N, M * R]; `trained`: A has a gradient; `gated`: the gates have one."""
     strengths = _strengths(scale, gates, diagonals, places)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
-    ys, z = outputs(x.contiguous(), Frozen([weight], [bias]), As, Bs, strengths, Dropout.of(seed, p))
+    update = Update(As, Bs, strengths, Dropout.of(seed, p))
+    ys, z = outputs(x.contiguous(), Frozen([weight], [bias]), update, kept_dtype(x, gated))
     return [*ys, z]
 
 
 @grouped.register_fake
 def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, places, trained, gated):
-    z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
+    z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=kept_dtype(x, gated))
     return [*(x.new_empty(x.shape[0], B.shape[0]) for B in Bs), z]
 
 
@@ -118,7 +119,7 @@ def grouped_backward(
 @grouped_backward.register_fake
 def _(dys, x, z, weight, As, Bs, gates, diagonals, seed, p, scale, places, with_dx):
     sums = sum(B.numel() for B in Bs) + (0 if x is None else sum(A.numel() for A in As))
-    return _new_dx(dys, z, weight, with_dx), z.new_empty(sums)
+    return _new_dx(dys, z, weight, with_dx), z.new_empty(sums, dtype=torch.float32)
 
 
 @torch.library.custom_op("monkeyjump::grouped_up_backward", mutates_args=(), tags=(ANY_LAYOUT,))
@@ -139,7 +140,9 @@ def grouped_up_backward(
 
 @grouped_up_backward.register_fake
 def _(dys, z, Bs, gates, diagonals, scale, places):
-    return z.new_empty(z.shape[0], len(Bs) * Bs[0].shape[1]), z.new_empty(sum(B.numel() for B in Bs))
+    shapes = (z.shape[0], len(Bs) * Bs[0].shape[1]), (sum(B.numel() for B in Bs),)
+    t, sums = (z.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return t, sums
 
 
 @torch.library.custom_op("monkeyjump::grouped_down_backward", mutates_args=(), tags=(ANY_LAYOUT,))

@@ -19,7 +19,16 @@ import torch
 from monkeyjump.ops import custom, written_out
 from monkeyjump.ops.kernels import few
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.settings import Dropout, Strengths, gate_rows, new_seed, rank_gradients, rows_of, with_diagonal
+from monkeyjump.ops.settings import (
+    Dropout,
+    Strengths,
+    Update,
+    gate_rows,
+    new_seed,
+    rank_gradients,
+    rows_of,
+    with_diagonal,
+)
 
 
 def down(
@@ -68,7 +77,7 @@ def gated_lora(
         flat, out, y = rows_of(x), rows_of(base), torch.empty(base.shape, dtype=base.dtype, device=base.device)
         every = 1 if gate is None else flat.shape[0] // gate.shape[0]
         strengths = Strengths.single(scale, gate, diagonal, every)
-        few.down_up(flat, [A.contiguous()], [out], [B.contiguous()], strengths, None, [y.view(out.shape)])
+        few.down_up(flat, Update([A.contiguous()], [B.contiguous()], strengths), [out], [y.view(out.shape)])
         return y
     (z,) = down(x, [A], dropout)
     return up(base, z, B, scale, gate, diagonal)

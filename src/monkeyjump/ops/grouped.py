@@ -19,13 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from monkeyjump.ops.kernels import few
+from monkeyjump.ops.kernels import few, linear
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.parts import total
+from monkeyjump.ops.kernels.tiles import FEW
 from monkeyjump.ops.settings import (
     Dropout,
     GateColumns,
     Strengths,
+    Update,
     gate_rows,
     new_seed,
     rank_gradients,
@@ -58,6 +60,13 @@ class Frozen:
     @classmethod
     def of(cls, projections: Sequence[Projection]) -> Frozen:
         return cls([projection.weight for projection in projections], [projection.bias for projection in projections])
+
+    def apart(self, widths: Sequence[int]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """The weights and biases of the linears of these widths, each by itself."""
+        if len(self.weights) == len(widths):
+            return self.weights, self.biases
+        bias = self.biases[0]
+        return self.weights[0].split(widths), [None] * len(widths) if bias is None else bias.split(widths)
 
 
 def grouped_lora(
@@ -130,7 +139,8 @@ class _Grouped(torch.autograd.Function):
         scale, p, every = settings
         flat = rows_of(x)
         As, Bs, gates, diagonals = (arguments[i::FIELDS] for i in range(FIELDS))
-        ys, z = outputs(flat, frozen, As, Bs, Strengths(scale, gates, diagonals, every), Dropout.of(seed, p))
+        update = Update(As, Bs, Strengths(scale, gates, diagonals, every), Dropout.of(seed, p))
+        ys, z = outputs(flat, frozen, update, kept_dtype(x, any(ctx.needs_input_grad[4 + 2 :: FIELDS])))
         trained = any(A.requires_grad for A in As)
         ctx.save_for_backward(flat if trained else None, seed, z, *arguments)
         ctx.settings, ctx.frozen, ctx.shape = settings, frozen, x.shape
@@ -166,25 +176,42 @@ class _Grouped(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Grouped).apply
 
 
-def outputs(
-    x: torch.Tensor,
-    frozen: Frozen,
-    As: Sequence[torch.Tensor],
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    dropout: Dropout | None,
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(y of every projection, [N, O]; z [N, M * R]) for x [N, D].
+ALONE = 512  # columns of outputs that are made by products of their own, each of which then adds to an update
 
-    One product for all is taken apart while the updates are added: what backward keeps of one output must not keep the
-    others.
-    """
+
+def kept_dtype(x: torch.Tensor, gated: bool) -> torch.dtype:
+    """In which z is kept for the backward: its rounding is that of x, but for the gradients of gates."""
+    return torch.float32 if gated else x.dtype
+
+
+def outputs(
+    x: torch.Tensor, frozen: Frozen, update: Update, keep: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(y of every projection, [N, O]; z [N, M * R] in the dtype to keep it in) for x [N, D]."""
+    if linear.fits(x, update):
+        return linear.few_linear(x, *frozen.apart(update.widths), update, keep)
+    if x.shape[0] > FEW and min(update.widths) >= ALONE:
+        return _update_first(x, frozen, update, keep)
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
     ys = bases
-    if len(bases) < len(Bs):
-        bases = list(bases[0].split([B.shape[0] for B in Bs], 1))
+    if len(bases) < len(update.Bs):
+        # taken apart while the updates are added: what backward keeps of one output must not keep the others
+        bases = list(bases[0].split(update.widths, 1))
         ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
-    return ys, few.down_up(x, As, bases, Bs, strengths, dropout, ys)
+    return ys, few.down_up(x, update, bases, ys, keep)
+
+
+def _update_first(
+    x: torch.Tensor, frozen: Frozen, update: Update, keep: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The same, with updates that are written where the products then add to them: the kernel need not read."""
+    weights, biases = frozen.apart(update.widths)
+    ys = [torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device) for width in update.widths]
+    z, kept = kernels.down_kept(x, update, keep)
+    kernels.up([None] * len(ys), z, update.Bs, update.strengths, ys, biases)
+    for y, weight in zip(ys, weights, strict=True):
+        y.addmm_(x, weight.t())
+    return ys, kept
 
 
 NARROW = 256  # columns of gradients that are worth a copy to make two products one (k and v of grouped attention)

@@ -5,6 +5,7 @@ Shapes: N tokens, R rank of one A, C columns of B, G gates of a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,21 @@ class Strengths:
             gate = gate.repeat_interleave(C // gate.shape[1], 1)
             s = s * (gate if self.every == 1 else gate.repeat_interleave(self.every, 0))
         return s
+
+
+@dataclass
+class Update:
+    """The low-rank updates of projections that read the same x: (dropout(x) A^T * s) B^T of each."""
+
+    As: Sequence[torch.Tensor]  # M of [R, D]
+    Bs: Sequence[torch.Tensor]  # M of [O, C]
+    strengths: Strengths
+    dropout: Dropout | None = None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """O of every projection."""
+        return tuple(B.shape[0] for B in self.Bs)
 
 
 @dataclass(frozen=True)

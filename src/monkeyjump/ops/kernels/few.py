@@ -23,7 +23,7 @@ from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.pieces import columns_of, dropped, gates_of_token, mask_numbers, strength, strength_numbers
 from monkeyjump.ops.kernels.products import product
 from monkeyjump.ops.kernels.tiles import FEW, TILES, padded, row_blocks
-from monkeyjump.ops.settings import Dropout, Strengths
+from monkeyjump.ops.settings import Update
 
 MOST_COLUMNS = 128  # of B: with more, making z again for every tile is no small work
 # of plain sums: ranks, each of which takes registers for every row; columns of B; entries of an A, all written out
@@ -147,40 +147,37 @@ _few_sums, _few_products = Launcher(few_sums_kernel), Launcher(few_products_kern
 
 def down_up(
     x: torch.Tensor,
-    As: Sequence[torch.Tensor],
+    update: Update,
     bases: Sequence[torch.Tensor],
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    dropout: Dropout | None,
     ys: Sequence[torch.Tensor],
+    keep: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """z = dropout(x) A^T, [N, M * R] fp32, and base + (z * s) B^T into ys, which may be the bases; in few launches.
+    """z = dropout(x) A^T, [N, M * R], and base + (z * s) B^T into ys, which may be the bases; in few launches.
 
-    x [N, D]; M of A [R, D], B [O, C], and of bases and ys [N, O], whose rows may lie in wider tensors.
+    x [N, D], M of bases and ys [N, O], whose rows may lie in wider tensors. What is added to y is fp32; z is returned
+    in the dtype to `keep` it in.
     """
-    if x.shape[0] <= FEW and Bs[0].shape[1] <= MOST_COLUMNS:
-        return at_once(x, As, bases, Bs, strengths, dropout, ys)
-    z = lora.down(x, As, dropout)
-    lora.up(bases, z, Bs, strengths, ys)
-    return z
+    if x.shape[0] <= FEW and update.Bs[0].shape[1] <= MOST_COLUMNS:
+        return at_once(x, update, bases, ys, keep)
+    z, kept = lora.down_kept(x, update, keep)
+    lora.up(bases, z, update.Bs, update.strengths, ys)
+    return kept
 
 
 def at_once(
     x: torch.Tensor,
-    As: Sequence[torch.Tensor],
+    update: Update,
     bases: Sequence[torch.Tensor],
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    dropout: Dropout | None,
     ys: Sequence[torch.Tensor],
+    keep: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The same in one launch, for any number of tokens."""
+    As, Bs, strengths, Os = update.As, update.Bs, update.strengths, update.widths
     (N, D), R, C = x.shape, As[0].shape[0], Bs[0].shape[1]
-    Os = tuple(B.shape[0] for B in Bs)
-    z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
+    z = torch.empty(N, len(As) * R, device=x.device, dtype=keep)
     arguments = (
         x, tuple(As), tuple(bases), strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), z, Os,
-        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *mask_numbers(dropout), D,
+        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *mask_numbers(update.dropout), D,
         *strength_numbers(strengths, z), R, C, gates_of_token(strengths),
     )  # fmt: skip
     if R <= SUMS_RANKS and C <= SUMS_COLUMNS and R * D <= SUMS_ENTRIES:

@@ -22,9 +22,11 @@ from monkeyjump.ops.kernels import thin
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.parts import new_parts, total
 from monkeyjump.ops.kernels.pieces import (
+    base_tile,
     dropped,
     gates_of_token,
     mask_numbers,
+    row_strides,
     scaled,
     stacked,
     stacked_rows,
@@ -32,11 +34,11 @@ from monkeyjump.ops.kernels.pieces import (
 )
 from monkeyjump.ops.kernels.products import fp32_product, precise_product, product
 from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
-from monkeyjump.ops.settings import Dropout, Strengths
+from monkeyjump.ops.settings import Dropout, Strengths, Update
 
 
 @triton.jit
-def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
+def down_kernel(x, As, z, kept, seed, threshold, keep_scale, N, D,
                 R: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                 PRECISE: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -55,12 +57,15 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
         else:
             acc += product(tile, a.to(tile.dtype))
     mask = (rows < N)[:, None] & (ranks < number)[None, :]
-    tl.store(z + rows[:, None] * number + ranks[None, :], acc * keep_scale, mask=mask)
+    where = rows[:, None] * number + ranks[None, :]
+    tl.store(z + where, acc * keep_scale, mask=mask)
+    if kept is not None:
+        tl.store(kept + where, acc * keep_scale, mask=mask)
 
 
 @triton.jit
-def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, base_strides, strides, scale, N, z_stride, gate_stride, every,
-              R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+def up_kernel(bases, biases, z, gates, diagonals, Bs, ys, Os, base_strides, strides,
+              scale, N, z_stride, gate_stride, every, R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
               CP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, CP)
@@ -71,15 +76,16 @@ def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, base_strides, strides, sca
             outs = block * BO + tl.arange(0, BO)
             inside = (rows < N)[:, None] & (outs < O)[None, :]
             long_rows = rows.to(tl.int64)[:, None]
-            tile = tl.load(bases[m] + long_rows * base_strides[m] + outs[None, :], mask=inside, other=0.0)
+            dtype: tl.constexpr = ys[m].dtype.element_ty
+            tile = base_tile(bases[m], biases[m], long_rows, outs, base_strides[m], O, inside)
             within = (cols < C)[:, None] & (outs < O)[None, :]
             b = tl.load(Bs[m] + outs[None, :] * C + cols[:, None], mask=within, other=0.0)
             values, s = scaled(
                 z + m * R, gates[m], diagonals[m], scale, rows, cols, N, z_stride, gate_stride, every, R, C, G
             )  # fmt: skip
-            delta = product((values * s).to(tile.dtype), b.to(tile.dtype))
+            delta = product((values * s).to(dtype), b.to(dtype))
             where = long_rows * strides[m] + outs[None, :]
-            tl.store(ys[m] + where, (tile.to(tl.float32) + delta).to(tile.dtype), mask=inside)
+            tl.store(ys[m] + where, (tile + delta).to(dtype), mask=inside)
         block -= tl.cdiv(O, BO)
 
 
@@ -154,45 +160,65 @@ _down, _up, _up_backward, _down_backward = map(
 )
 
 
-def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, precise: bool = False) -> torch.Tensor:
-    """x [N, D], M of [R, D] -> z [N, M * R], fp32. Of many columns A is rounded to the dtype of x, unless `precise`."""
+def down(
+    x: torch.Tensor,
+    As: Sequence[torch.Tensor],
+    dropout: Dropout | None,
+    precise: bool = False,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [N, D], M of [R, D] -> z [N, M * R], fp32; also into `kept`, of another dtype.
+
+    Of many columns A is rounded to the dtype of x, unless `precise`.
+    """
     N, D = x.shape
     R = As[0].shape[0]
     z = torch.empty(N, len(As) * R, device=x.device, dtype=torch.float32)
     if len(As) * R <= thin.MOST_COLUMNS:
-        thin.down(x, As, dropout, z)
+        thin.down(x, As, dropout, z, kept)
         return z
     tile, columns = TILES["down"], padded(len(As) * R)
     _down((row_blocks(N, tile.rows), 1),
-        x, tuple(As), z, *mask_numbers(dropout), N, D, R, columns, tile.rows,
+        x, tuple(As), z, kept, *mask_numbers(dropout), N, D, R, columns, tile.rows,
         tile.width(D, columns if columns == 16 else len(As) * columns), precise,
         warps=tile.warps, stages=tile.stages if columns <= 128 else 2,
     )  # fmt: skip
     return z
 
 
+def down_kept(x: torch.Tensor, update: Update, keep: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """z of an update, [N, M * R]: in fp32, and in the dtype to keep it in."""
+    if keep == torch.float32:
+        z = down(x, update.As, update.dropout)
+        return z, z
+    kept = torch.empty(x.shape[0], len(update.As) * update.As[0].shape[0], device=x.device, dtype=keep)
+    return down(x, update.As, update.dropout, kept=kept), kept
+
+
 def up(
-    bases: Sequence[torch.Tensor],
+    bases: Sequence[torch.Tensor | None],
     z: torch.Tensor,
     Bs: Sequence[torch.Tensor],
     strengths: Strengths,
     ys: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """y = base + (z * s) B^T into ys, which may be the bases: M of [N, O]; z [N, M * R], B [O, C].
+    """y = base + bias + (z * s) B^T into ys, which may be the bases: M of [N, O]; z [N, M * R], B [O, C], bias [O].
 
-    Their rows may lie in wider tensors.
+    Their rows may lie in wider tensors. Without a base it is zero.
     """
     N, M = z.shape[0], len(Bs)
     C = Bs[0].shape[1]
+    biases = (None,) * M if biases is None else biases
     if C in thin.COLUMNS_OF_B:
-        thin.up(bases, z, Bs, strengths, ys)
+        thin.up(bases, z, Bs, strengths, ys, biases)
         return
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["up"]
     width = tile.width(max(Os), padded(C))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
-        tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
-        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
+        tuple(bases), tuple(biases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
+        row_strides(bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
         z.shape[1] // M, C, gates_of_token(strengths), padded(C), tile.rows, width, warps=tile.warps,
     )  # fmt: skip
 

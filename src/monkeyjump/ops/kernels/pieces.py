@@ -5,6 +5,8 @@ Shapes: as in `lora`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -93,6 +95,44 @@ def row_tiles(row_starts, known, start, D, BD: tl.constexpr, DEPTH: tl.constexpr
         tile = tl.load(row_starts + cols[None, :], mask=known[:, None] & (cols < D)[None, :], other=0.0)
         tiles = tiles + (tile,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
     return tiles
+
+
+@triton.jit
+def first_tiles(row_starts, known, D, BD: tl.constexpr, DEPTH: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):
+    """What `next_tiles` begins with: the first tiles of rows that have MORE than are loaded at once."""
+    tiles = ()
+    if MORE:
+        tiles = row_tiles(row_starts, known, 0, D, BD, DEPTH, V)
+    return tiles
+
+
+@triton.jit
+def next_tiles(ahead, row_starts, known, start, D,
+               BD: tl.constexpr, DEPTH: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+    """(The tiles from `start` on, those behind them): the latter are on their way while the former are used."""
+    if MORE:
+        tiles = ahead
+        later = row_tiles(row_starts, known, start + BD * DEPTH, D, BD, DEPTH, V)
+    else:
+        tiles = row_tiles(row_starts, known, start, D, BD, DEPTH, V)
+        later = ()
+    return tiles, later
+
+
+@triton.jit
+def base_tile(base, bias, long_rows, outs, stride, O, inside):
+    """The tile that an update is added to, in fp32: of the base output, or of zeros; and the bias."""
+    if base is not None:
+        tile = tl.load(base + long_rows * stride + outs[None, :], mask=inside, other=0.0).to(tl.float32)
+    else:
+        tile = tl.where(inside, 0.0, 0.0)
+    if bias is not None:
+        tile += tl.load(bias + outs, mask=outs < O, other=0.0).to(tl.float32)[None, :]
+    return tile
+
+
+def row_strides(bases: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(0 if base is None else base.stride(0) for base in bases)
 
 
 def mask_numbers(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, float]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.pieces import columns_of, depth, lane_sums, row_tiles, stacked_rows
+from monkeyjump.ops.kernels.pieces import columns_of, depth, first_tiles, lane_sums, next_tiles, stacked_rows
 from monkeyjump.ops.kernels.products import precise_product
 from monkeyjump.ops.kernels.tiles import FEW, TILES, Tile, padded, row_blocks
 from monkeyjump.ops.settings import Routing
@@ -124,14 +124,16 @@ def center_length(center, D, BW: tl.constexpr):
 
 
 @triton.jit
-def row_products(h, centers, rows, N, D, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr):
-    """(norms, products with each centre), [BN] each."""
+def row_products(h, centers, rows, N, D,
+                 BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+    """(norms, products with each centre), [BN] each. MORE: tiles to come are loaded while those there are added up."""
     row_starts = h + rows.to(tl.int64)[:, None] * D
     squares, dots = tl.zeros((BN, BD // V), tl.float32), ()
     for _ in tl.static_range(len(centers)):
         dots = dots + (tl.zeros((BN, BD // V), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+    ahead = first_tiles(row_starts, rows < N, D, BD, DEPTH, V, MORE)
     for start in range(0, D, BD * DEPTH):
-        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH, V)
+        tiles, ahead = next_tiles(ahead, row_starts, rows < N, start, D, BD, DEPTH, V, MORE)
         for step in tl.static_range(DEPTH):
             cols = columns_of(start + step * BD, BD, V)
             tile = tiles[step].to(tl.float32)
@@ -151,7 +153,7 @@ def row_products(h, centers, rows, N, D, BN: tl.constexpr, BD: tl.constexpr, DEP
 def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_temperature,
                       K: tl.constexpr, MEMBER_K: tl.constexpr, RENORMALIZE: tl.constexpr, UNIT: tl.constexpr,
                       EP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr,
-                      BW: tl.constexpr):  # fmt: skip
+                      MORE: tl.constexpr, BW: tl.constexpr):  # fmt: skip
     """The same by plain sums, for few experts.
 
     The rows are read twice, the second time out of the cache: sums along a row want it in the threads of one warp,
@@ -160,7 +162,7 @@ def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_
     E: tl.constexpr = len(centers)
     block, experts = tl.program_id(0), tl.arange(0, EP)
     rows = block * BN + tl.arange(0, BN)
-    norm, dots = row_products(h, centers, rows, N, D, BN, BD, DEPTH)
+    norm, dots = row_products(h, centers, rows, N, D, BN, BD, DEPTH, MORE)
     logits = ()
     for e in tl.static_range(E):
         logits = logits + (dots[e] / (norm * center_length(centers[e], D, BW)),)  # type: ignore[assignment]  # noqa: RUF005
@@ -260,8 +262,9 @@ def _launch(
     grid, tensors = (row_blocks(N, tile.rows), 1), (h, tuple(centers), queries, *outputs)
     if E <= BY_SUMS:
         width, across = tile.width(D), min(padded(D), 128 * tile.warps)  # 4 columns for each thread
+        ahead = depth(D, width, tile.stages)
         _route_rows(
-            grid, *tensors, N, D, *how, padded(E, 1), tile.rows, width, depth(D, width, tile.stages), across,
+            grid, *tensors, N, D, *how, padded(E, 1), tile.rows, width, ahead, ahead * width < D, across,
             warps=tile.warps,
         )  # fmt: skip
         return

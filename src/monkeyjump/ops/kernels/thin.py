@@ -18,13 +18,16 @@ import triton.language as tl
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.parts import new_parts
 from monkeyjump.ops.kernels.pieces import (
+    base_tile,
     columns_of,
     depth,
     dropped,
+    first_tiles,
     gates_of_token,
     lane_sums,
     mask_numbers,
-    row_tiles,
+    next_tiles,
+    row_strides,
     strength_numbers,
 )
 from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
@@ -37,17 +40,19 @@ WIDE = 1024  # columns of x from which more warps share a row
 
 
 @triton.jit
-def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
+def down_kernel(x, As, z, kept, seed, threshold, keep_scale, N, D,
                 R: tl.constexpr, CP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-                DEPTH: tl.constexpr, V: tl.constexpr):  # fmt: skip
+                DEPTH: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+    """MORE: a row has more tiles than are loaded at once. Those to come are loaded while these are added up."""
     rows, columns = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, CP)
     number: tl.constexpr = R * len(As)
     row_starts = x + rows.to(tl.int64)[:, None] * D
     sums = ()
     for _ in tl.static_range(number):
         sums = sums + (tl.zeros((BN, BD // V), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+    ahead = first_tiles(row_starts, rows < N, D, BD, DEPTH, V, MORE)
     for start in range(0, D, BD * DEPTH):
-        tiles = row_tiles(row_starts, rows < N, start, D, BD, DEPTH, V)
+        tiles, ahead = next_tiles(ahead, row_starts, rows < N, start, D, BD, DEPTH, V, MORE)
         for step in tl.static_range(DEPTH):
             cols = columns_of(start + step * BD, BD, V)
             tile = tiles[step]
@@ -63,11 +68,15 @@ def down_kernel(x, As, z, seed, threshold, keep_scale, N, D,
     for c in tl.static_range(number):
         found = tl.where((columns == c)[None, :], tl.sum(sums[c], 1)[:, None], found)
     mask = (rows < N)[:, None] & (columns < number)[None, :]
-    tl.store(z + rows[:, None] * number + columns[None, :], found * keep_scale, mask=mask)
+    where = rows[:, None] * number + columns[None, :]
+    tl.store(z + where, found * keep_scale, mask=mask)
+    if kept is not None:
+        tl.store(kept + where, found * keep_scale, mask=mask)
 
 
 @triton.jit
-def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, base_strides, strides, scale, N, z_stride, gate_stride, every,
+def up_kernel(bases, biases, z, gates, diagonals, Bs, ys, Os, base_strides, strides,
+              scale, N, z_stride, gate_stride, every,
               R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     block = tl.program_id(1)  # counts the output columns of all projections, one after the other
@@ -77,8 +86,7 @@ def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, base_strides, strides, sca
             outs = block * BO + tl.arange(0, BO)
             inside = (rows < N)[:, None] & (outs < O)[None, :]
             long_rows = rows.to(tl.int64)[:, None]
-            tile = tl.load(bases[m] + long_rows * base_strides[m] + outs[None, :], mask=inside, other=0.0)
-            y = tile.to(tl.float32)
+            y = base_tile(bases[m], biases[m], long_rows, outs, base_strides[m], O, inside)
             for c in tl.static_range(C):
                 values = tl.load(z + m * R + rows * z_stride + c % R, mask=rows < N, other=0.0)
                 values *= column_strength(gates[m], scale, rows, N, gate_stride, every, c, C, G)
@@ -86,7 +94,7 @@ def up_kernel(bases, z, gates, diagonals, Bs, ys, Os, base_strides, strides, sca
                     values *= tl.load(diagonals[m] + c)
                 b = tl.load(Bs[m] + outs * C + c, mask=outs < O, other=0.0)
                 y += values[:, None] * b[None, :]
-            tl.store(ys[m] + long_rows * strides[m] + outs[None, :], y.to(tile.dtype), mask=inside)
+            tl.store(ys[m] + long_rows * strides[m] + outs[None, :], y.to(ys[m].dtype.element_ty), mask=inside)
         block -= tl.cdiv(O, BO)
 
 
@@ -115,7 +123,7 @@ def column_strength(gate, scale, rows, N, gate_stride, every, c: tl.constexpr, C
 def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, W,
                        z_stride, t_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
-                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr):  # fmt: skip
+                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
     block, columns = tl.program_id(0), tl.arange(0, C)
     rows = block * BN + tl.arange(0, BN)
     weights, sums = (), ()
@@ -125,10 +133,11 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
         weights = weights + (values * s,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
         sums = sums + (tl.zeros((BN, BO // V), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     row_starts = dy + rows.to(tl.int64)[:, None] * stride
+    ahead = first_tiles(row_starts, rows < N, O, BO, 1, V, MORE)
     for start in range(0, O, BO):
         outs = columns_of(start, BO, V)
-        inside = (rows < N)[:, None] & (outs < O)[None, :]
-        tile = tl.load(row_starts + outs[None, :], mask=inside, other=0.0).to(tl.float32)
+        tiles, ahead = next_tiles(ahead, row_starts, rows < N, start, O, BO, 1, V, MORE)
+        tile = tiles[0].to(tl.float32)
         added, shares = (), ()
         for c in tl.static_range(C):
             b = tl.load(B + outs * C + c, mask=outs < O, other=0.0)
@@ -153,35 +162,43 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
 def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offsets, scale, N, W,
                        z_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
-                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr):  # fmt: skip
+                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
     for m in tl.static_range(len(dys)):
         if tl.program_id(1) == m:
             up_backward_of_one(
                 dys[m], z + m * R, gates[m], diagonals[m], Bs[m], t + m * C, parts + offsets[m], Os[m], strides[m],
-                scale, N, W, z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, BN, BO, V
+                scale, N, W, z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, BN, BO, V, MORE
             )  # fmt: skip
 
 
 _down, _up, _up_backward = map(Launcher, (down_kernel, up_kernel, up_backward_kernel))
 
 
-def down(x: torch.Tensor, As: Sequence[torch.Tensor], dropout: Dropout | None, z: torch.Tensor) -> None:
-    """z = dropout(x) A^T: x [N, D], M of A [R, D], z [N, M * R] fp32."""
+def down(
+    x: torch.Tensor,
+    As: Sequence[torch.Tensor],
+    dropout: Dropout | None,
+    z: torch.Tensor,
+    kept: torch.Tensor | None,
+) -> None:
+    """z = dropout(x) A^T: x [N, D], M of A [R, D], z [N, M * R] fp32; also into `kept`, of another dtype."""
     (N, D), R = x.shape, As[0].shape[0]
     tile = TILES["thin_down" if D <= WIDE else "thin_down_wide"]
     width = tile.width(D)
+    ahead = depth(D, width, tile.stages)
     _down((row_blocks(N, tile.rows), 1),
-        x, tuple(As), z, *mask_numbers(dropout), N, D, R, padded(len(As) * R, 1), tile.rows, width,
-        depth(D, width, tile.stages), 8 if D <= WIDE else 4, warps=tile.warps,
+        x, tuple(As), z, kept, *mask_numbers(dropout), N, D, R, padded(len(As) * R, 1), tile.rows, width,
+        ahead, 8 if D <= WIDE else 4, ahead * width < D, warps=tile.warps,
     )  # fmt: skip
 
 
 def up(
-    bases: Sequence[torch.Tensor],
+    bases: Sequence[torch.Tensor | None],
     z: torch.Tensor,
     Bs: Sequence[torch.Tensor],
     strengths: Strengths,
     ys: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
 ) -> None:
     """`lora.up`."""
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
@@ -189,8 +206,8 @@ def up(
     tile = TILES["thin_up"]
     width = tile.width(max(Os))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
-        tuple(bases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
-        tuple(base.stride(0) for base in bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
+        tuple(bases), tuple(biases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
+        row_strides(bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
         z.shape[1] // M, C, gates_of_token(strengths), tile.rows, width, warps=tile.warps,
     )  # fmt: skip
 
@@ -211,11 +228,12 @@ def up_backward(
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["thin_up_backward"]
+    width = min(padded(max(Os)), tile.columns)
     parts = new_parts(N, tile.rows, sum(Os) * C, z.device)
     _up_backward((parts.shape[0], M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts, Os,
         tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
         parts.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths), times_s,
-        tile.rows, min(padded(max(Os)), tile.columns), 8, warps=tile.warps,
+        tile.rows, width, 8, max(Os) > width, warps=tile.warps,
     )  # fmt: skip
     return parts

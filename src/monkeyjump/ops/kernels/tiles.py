@@ -43,6 +43,7 @@ TILES = {
     "few_sums": Tile(4, 128),
     "few_sums_wide": Tile(4, 256),
     "few_products": Tile(16, 128),
+    "few_linear": Tile(16, 128, stages=7),  # rows of W, and their entries
     "backward": Tile(64, 128, warps=8),
     "thin_down": Tile(32, 128, warps=8, stages=8),
     "thin_down_wide": Tile(32, 256, warps=16, stages=4),
