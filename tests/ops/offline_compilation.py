@@ -88,8 +88,8 @@ def thin_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
 
 
 def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16, cases: int = 2) -> None:
-    """All ways of one launch, with and without their optional parts."""
-    from monkeyjump.ops.kernels import few, linear
+    """Both ways of one launch, with and without their optional parts."""
+    from monkeyjump.ops.kernels import few
     from monkeyjump.ops.settings import Dropout, Strengths, Update
 
     N, outs, columns = 8, (80, 16), rank * experts
@@ -99,10 +99,6 @@ def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = tor
     for dropout, diagonal, gate in parts[:cases]:
         update = Update(As, Bs, Strengths(0.5, (gate,) * 2, (diagonal,) * 2), dropout)
         few.at_once(x, update, bases, bases)
-        update.dropout = None
-        if linear.fits(x, update):
-            biases = [None if diagonal is None else torch.randn(out).to(dtype) for out in outs]
-            linear.few_linear(x, [torch.randn(out, width).to(dtype) for out in outs], biases, update, dtype)
 
 
 def wide_products() -> None:

@@ -10,9 +10,11 @@ import torch
 
 from monkeyjump.ops import reference
 from monkeyjump.ops.settings import Dropout
-from tests.ops.common import DEVICE, TOLERANCE, error, normal, uniform
+from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal, uniform
+from tests.ops.lora_cases import Case
 
 ops = pytest.importorskip("monkeyjump.ops.grouped")
+from monkeyjump.ops.kernels.tiles import FEW  # noqa: E402
 
 B, T, D, R = 2, 9, 21, 3
 OUTS = (13, 6, 6)
@@ -255,3 +257,34 @@ def test_second_derivatives_are_refused() -> None:
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (dx.square().sum() + y.sum()).backward()
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [2, 8])
+def test_an_update_before_the_product(
+    rank: int, dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs that are wide enough for products of their own are those of one product, and of the formula."""
+    case = Case(N=FEW + 1, D=20, outs=(24, 17), R=rank, G=1, diagonal=True, dropout=0.3, dtype=dtype)
+    weight = guarded(normal(sum(case.outs), case.D, seed=80, dtype=dtype))
+    frozen = ops.Frozen([weight], [normal(sum(case.outs), seed=81, dtype=dtype) if biased else None])
+    together = ops.outputs(case.x(), frozen, case.update(), dtype)
+    monkeypatch.setattr(ops, "ALONE", min(case.outs))
+    monkeypatch.setattr(ops.few, "down_up", None)  # the other way
+    ys, z = ops.outputs(case.x(), frozen, case.update(), dtype)
+    assert torch.equal(z, together[1])
+    assert z.dtype == dtype
+    z64, strengths = (case.x().double() * case.kept()) @ torch.cat(case.downs()).double().T, case.strengths()
+    for m, (W, bias, up) in enumerate(zip(*frozen.apart(case.outs), case.ups(), strict=True)):
+        y = case.x().double() @ W.double().T + case.scaled(z64, strengths, m) @ up.double().T
+        y = y if bias is None else y + bias.double()
+        assert error(ys[m], y) < 2 * TOLERANCE[dtype]
+        assert error(together[0][m], y) < 2 * TOLERANCE[dtype]
+
+
+def test_what_is_kept_of_z() -> None:
+    """Half of it, unless gates have a gradient: that is made of z itself."""
+    assert ops.kept_dtype(torch.empty(0, dtype=torch.bfloat16), gated=False) == torch.bfloat16
+    assert ops.kept_dtype(torch.empty(0, dtype=torch.bfloat16), gated=True) == torch.float32

@@ -15,7 +15,7 @@ from monkeyjump.ops.kernels.launch import Launcher
 KERNELS = {
     *("lora.down_kernel", "lora.up_kernel", "lora.up_backward_kernel", "lora.down_backward_kernel"),
     *("thin.down_kernel", "thin.up_kernel", "thin.up_backward_kernel", "parts.add_parts_kernel"),
-    *("few.few_sums_kernel", "few.few_products_kernel", "linear.few_linear_kernel"),
+    *("few.few_sums_kernel", "few.few_products_kernel"),
     *("route.route_kernel", "route.route_rows_kernel", "route.add_sums_kernel"),
     *("scale.scale_kernel", "scale.scale_backward_kernel"),
     *("kmeans.nearest_kernel", "kmeans.sums_kernel", "kmeans.chords_kernel"),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from monkeyjump.ops.kernels import few, linear
+from monkeyjump.ops.kernels import few
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.parts import total
 from monkeyjump.ops.kernels.tiles import FEW
@@ -176,7 +176,8 @@ class _Grouped(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Grouped).apply
 
 
-ALONE = 512  # columns of outputs that are made by products of their own, each of which then adds to an update
+# columns of outputs, at least, that are worth products of their own: each adds to an update that is there already
+ALONE = 1024
 
 
 def kept_dtype(x: torch.Tensor, gated: bool) -> torch.dtype:
@@ -188,8 +189,6 @@ def outputs(
     x: torch.Tensor, frozen: Frozen, update: Update, keep: torch.dtype
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(y of every projection, [N, O]; z [N, M * R] in the dtype to keep it in) for x [N, D]."""
-    if linear.fits(x, update):
-        return linear.few_linear(x, *frozen.apart(update.widths), update, keep)
     if x.shape[0] > FEW and min(update.widths) >= ALONE:
         return _update_first(x, frozen, update, keep)
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]

@@ -203,7 +203,7 @@ def up(
     """`lora.up`."""
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
-    tile = TILES["thin_up"]
+    tile = TILES["thin_up" if any(base is not None for base in bases) else "thin_up_alone"]
     width = tile.width(max(Os))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
         tuple(bases), tuple(biases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
