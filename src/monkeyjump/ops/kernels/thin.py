@@ -24,6 +24,7 @@ from monkeyjump.ops.kernels.pieces import (
     dropped,
     first_tiles,
     gates_of_token,
+    keep_mask,
     lane_sums,
     mask_numbers,
     next_tiles,
@@ -123,7 +124,7 @@ def column_strength(gate, scale, rows, N, gate_stride, every, c: tl.constexpr, C
 def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, W,
                        z_stride, t_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
-                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr):  # fmt: skip
     block, columns = tl.program_id(0), tl.arange(0, C)
     rows = block * BN + tl.arange(0, BN)
     weights, sums = (), ()
@@ -133,11 +134,10 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
         weights = weights + (values * s,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
         sums = sums + (tl.zeros((BN, BO // V), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     row_starts = dy + rows.to(tl.int64)[:, None] * stride
-    ahead = first_tiles(row_starts, rows < N, O, BO, 1, V, MORE)
     for start in range(0, O, BO):
         outs = columns_of(start, BO, V)
-        tiles, ahead = next_tiles(ahead, row_starts, rows < N, start, O, BO, 1, V, MORE)
-        tile = tiles[0].to(tl.float32)
+        inside = (rows < N)[:, None] & (outs < O)[None, :]
+        tile = tl.load(row_starts + outs[None, :], mask=inside, other=0.0).to(tl.float32)
         added, shares = (), ()
         for c in tl.static_range(C):
             b = tl.load(B + outs * C + c, mask=outs < O, other=0.0)
@@ -162,16 +162,71 @@ def up_backward_of_one(dy, z, gate, diagonal, B, t, parts, O, stride, scale, N, 
 def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offsets, scale, N, W,
                        z_stride, gate_stride, every,
                        R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, TIMES_S: tl.constexpr,
-                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
+                       BN: tl.constexpr, BO: tl.constexpr, V: tl.constexpr):  # fmt: skip
     for m in tl.static_range(len(dys)):
         if tl.program_id(1) == m:
             up_backward_of_one(
                 dys[m], z + m * R, gates[m], diagonals[m], Bs[m], t + m * C, parts + offsets[m], Os[m], strides[m],
-                scale, N, W, z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, BN, BO, V, MORE
+                scale, N, W, z_stride, C * len(dys), gate_stride, every, R, C, G, TIMES_S, BN, BO, V
             )  # fmt: skip
 
 
-_down, _up, _up_backward = map(Launcher, (down_kernel, up_kernel, up_backward_kernel))
+@triton.jit
+def block_tile(x, rows, cols, N, D, BN: tl.constexpr, BD: tl.constexpr):
+    """The tile of x, or zeros without one."""
+    if x is not None:
+        inside = (rows < N)[:, None] & (cols < D)[None, :]
+        tile = tl.load(x + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0)
+    else:
+        tile = tl.zeros((BN, BD), tl.float32)
+    return tile
+
+
+@triton.jit
+def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D,
+                         R: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, V: tl.constexpr,
+                         BLOCKS: tl.constexpr):  # fmt: skip
+    """One part of the sums for several row blocks, which take turns in the registers; the next one is on its way."""
+    part, number = tl.program_id(0), R * len(As)
+    cols = columns_of(tl.program_id(1) * BD, BD, V)
+    factors, sums = (), ()
+    for c in tl.static_range(R * len(As)):
+        if dx is not None:
+            a = tl.load(As[c // R] + (c % R) * D + cols, mask=cols < D, other=0.0)
+            factors = factors + (a * keep_scale,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
+        sums = sums + (tl.zeros((BD,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    first = part * (BN * BLOCKS)
+    ahead = block_tile(x, first + tl.arange(0, BN), cols, N, D, BN, BD)
+    for start in range(first, first + BN * BLOCKS, BN):
+        rows = start + tl.arange(0, BN)
+        tile, back = ahead.to(tl.float32), tl.zeros((BN, BD), tl.float32)
+        later = rows + BN
+        ahead = block_tile(x, tl.where(later < first + BN * BLOCKS, later, N), cols, N, D, BN, BD)
+        keep = (rows < N)[:, None] & (cols < D)[None, :]
+        inside = keep
+        if seed is not None:
+            keep = keep_mask(rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
+            tile = tl.where(keep, tile, 0.0)
+        added = ()
+        for c in tl.static_range(R * len(As)):
+            values = tl.load(dz + rows * number + c, mask=rows < N, other=0.0)[:, None]
+            if dx is not None:
+                back += values * factors[c][None, :]
+            added = added + (sums[c] + tl.sum(tile * values, 0),)  # type: ignore[assignment]  # noqa: RUF005
+        sums = added
+        if dx is not None:
+            if seed is not None:
+                back = tl.where(keep, back, 0.0)
+            tl.store(dx + rows.to(tl.int64)[:, None] * D + cols[None, :], back.to(dx.dtype.element_ty), mask=inside)
+    if parts is not None:
+        for c in tl.static_range(R * len(As)):
+            place = parts + (part.to(tl.int64) * number + c) * D + cols
+            tl.store(place, sums[c] * keep_scale, mask=cols < D)
+
+
+_down, _up, _up_backward, _down_backward = map(
+    Launcher, (down_kernel, up_kernel, up_backward_kernel, down_backward_kernel)
+)
 
 
 def down(
@@ -228,12 +283,30 @@ def up_backward(
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["thin_up_backward"]
-    width = min(padded(max(Os)), tile.columns)
     parts = new_parts(N, tile.rows, sum(Os) * C, z.device)
     _up_backward((parts.shape[0], M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts, Os,
         tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
         parts.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths), times_s,
-        tile.rows, width, 8, max(Os) > width, warps=tile.warps,
+        tile.rows, min(padded(max(Os)), tile.columns), 8, warps=tile.warps,
+    )  # fmt: skip
+    return parts
+
+
+def down_backward(
+    x: torch.Tensor | None,
+    dz: torch.Tensor,
+    As: Sequence[torch.Tensor],
+    dropout: Dropout | None,
+    dx: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """dz A into dx [N, D]; with x the parts of dA [M * R, D]."""
+    N, (R, D) = dz.shape[0], As[0].shape
+    tile = TILES["thin_down_backward"]
+    rows = tile.rows * tile.stages
+    parts = None if x is None else new_parts(N, rows, len(As) * R * D, dz.device)
+    _down_backward((row_blocks(N, rows), row_blocks(D, tile.columns)),
+        x, dz, tuple(As), dx, parts, *mask_numbers(dropout), N, D, R, tile.rows, tile.columns,
+        tile.columns // (32 * tile.warps), tile.stages, warps=tile.warps,
     )  # fmt: skip
     return parts
