@@ -36,6 +36,8 @@ from monkeyjump.ops.kernels.products import fp32_product, precise_product, produ
 from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
 from monkeyjump.ops.settings import Dropout, Strengths, Update
 
+WIDE = 1024  # columns of x from which the tiles of its gradients are narrower
+
 
 @triton.jit
 def down_kernel(x, As, z, kept, seed, threshold, keep_scale, N, D,
@@ -257,17 +259,13 @@ def down_backward(
 ) -> list[torch.Tensor]:
     """From dz [N, M * R] fp32: dz A into dx [N, D], and the parts of dA [M * R, D].
 
-    Without dx, or without x, that part is left out. Of many columns dz and A are rounded to the dtype of x, unless
-    `precise`.
+    Without dx, or without x, that part is left out. dz and A are rounded to the dtype of x, unless `precise`.
     """
     if x is None and dx is None:
         return []
     N, (R, D) = dz.shape[0], As[0].shape
-    if len(As) * R <= thin.MOST_COLUMNS:
-        found = thin.down_backward(x, dz, As, dropout, dx)
-        return [] if found is None else [found]
     columns = padded(len(As) * R)
-    tile = TILES["backward"]
+    tile = TILES["backward" if D <= WIDE else "down_backward_wide"]
     width = tile.width(D, columns)
     parts = None if x is None else new_parts(N, tile.rows, len(As) * R * D, dz.device)
     _down_backward((row_blocks(N, tile.rows), row_blocks(D, width)),

@@ -16,19 +16,13 @@ from monkeyjump.ops.settings import Dropout, Strengths
 
 
 @triton.jit
-def keep_mask(rows, cols, width, seed, threshold):
-    """`reference.keep_mask` of a tile: entry i of x is kept as a pure function of (seed, i)."""
+def dropped(tile, rows, cols, width, seed, threshold):
+    """The tile with the zeros of `reference.keep_mask`: entry i of x is kept as a pure function of (seed, i)."""
     start = (rows.to(tl.uint32) * width + seed) * 0x9E3779B1  # modulo 2 ** 32, as all of it
     bits = start[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
     # the second sum of `keep_mask` multiplied out: one instruction an entry less
     bits = (bits ^ (bits >> 15)) * 0x85EBCA6B + seed * ((0xC2B2AE35 * 0x85EBCA6B) % 2**32)
-    return bits >= threshold
-
-
-@triton.jit
-def dropped(tile, rows, cols, width, seed, threshold):
-    """The tile with zeros where the mask has them."""
-    return tl.where(keep_mask(rows, cols, width, seed, threshold), tile, 0.0)
+    return tl.where(bits >= threshold, tile, 0.0)
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from monkeyjump.ops.kernels.pieces import (
     dropped,
     first_tiles,
     gates_of_token,
-    keep_mask,
     lane_sums,
     mask_numbers,
     next_tiles,
@@ -171,62 +170,7 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offs
             )  # fmt: skip
 
 
-@triton.jit
-def block_tile(x, rows, cols, N, D, BN: tl.constexpr, BD: tl.constexpr):
-    """The tile of x, or zeros without one."""
-    if x is not None:
-        inside = (rows < N)[:, None] & (cols < D)[None, :]
-        tile = tl.load(x + rows.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0)
-    else:
-        tile = tl.zeros((BN, BD), tl.float32)
-    return tile
-
-
-@triton.jit
-def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D,
-                         R: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, V: tl.constexpr,
-                         BLOCKS: tl.constexpr):  # fmt: skip
-    """One part of the sums for several row blocks, which take turns in the registers; the next one is on its way."""
-    part, number = tl.program_id(0), R * len(As)
-    cols = columns_of(tl.program_id(1) * BD, BD, V)
-    factors, sums = (), ()
-    for c in tl.static_range(R * len(As)):
-        if dx is not None:
-            a = tl.load(As[c // R] + (c % R) * D + cols, mask=cols < D, other=0.0)
-            factors = factors + (a * keep_scale,)  # type: ignore[assignment]  # noqa: RUF005, no star in Triton
-        sums = sums + (tl.zeros((BD,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    first = part * (BN * BLOCKS)
-    ahead = block_tile(x, first + tl.arange(0, BN), cols, N, D, BN, BD)
-    for start in range(first, first + BN * BLOCKS, BN):
-        rows = start + tl.arange(0, BN)
-        tile, back = ahead.to(tl.float32), tl.zeros((BN, BD), tl.float32)
-        later = rows + BN
-        ahead = block_tile(x, tl.where(later < first + BN * BLOCKS, later, N), cols, N, D, BN, BD)
-        keep = (rows < N)[:, None] & (cols < D)[None, :]
-        inside = keep
-        if seed is not None:
-            keep = keep_mask(rows, cols, D, tl.load(seed).to(tl.uint32), threshold)
-            tile = tl.where(keep, tile, 0.0)
-        added = ()
-        for c in tl.static_range(R * len(As)):
-            values = tl.load(dz + rows * number + c, mask=rows < N, other=0.0)[:, None]
-            if dx is not None:
-                back += values * factors[c][None, :]
-            added = added + (sums[c] + tl.sum(tile * values, 0),)  # type: ignore[assignment]  # noqa: RUF005
-        sums = added
-        if dx is not None:
-            if seed is not None:
-                back = tl.where(keep, back, 0.0)
-            tl.store(dx + rows.to(tl.int64)[:, None] * D + cols[None, :], back.to(dx.dtype.element_ty), mask=inside)
-    if parts is not None:
-        for c in tl.static_range(R * len(As)):
-            place = parts + (part.to(tl.int64) * number + c) * D + cols
-            tl.store(place, sums[c] * keep_scale, mask=cols < D)
-
-
-_down, _up, _up_backward, _down_backward = map(
-    Launcher, (down_kernel, up_kernel, up_backward_kernel, down_backward_kernel)
-)
+_down, _up, _up_backward = map(Launcher, (down_kernel, up_kernel, up_backward_kernel))
 
 
 def down(
@@ -289,24 +233,5 @@ def up_backward(
         tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
         parts.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths), times_s,
         tile.rows, min(padded(max(Os)), tile.columns), 8, warps=tile.warps,
-    )  # fmt: skip
-    return parts
-
-
-def down_backward(
-    x: torch.Tensor | None,
-    dz: torch.Tensor,
-    As: Sequence[torch.Tensor],
-    dropout: Dropout | None,
-    dx: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """dz A into dx [N, D]; with x the parts of dA [M * R, D]."""
-    N, (R, D) = dz.shape[0], As[0].shape
-    tile = TILES["thin_down_backward"]
-    rows = tile.rows * tile.stages
-    parts = None if x is None else new_parts(N, rows, len(As) * R * D, dz.device)
-    _down_backward((row_blocks(N, rows), row_blocks(D, tile.columns)),
-        x, dz, tuple(As), dx, parts, *mask_numbers(dropout), N, D, R, tile.rows, tile.columns,
-        tile.columns // (32 * tile.warps), tile.stages, warps=tile.warps,
     )  # fmt: skip
     return parts

@@ -44,12 +44,12 @@ TILES = {
     "few_sums_wide": Tile(4, 256),
     "few_products": Tile(16, 128),
     "backward": Tile(64, 128, warps=8),
+    "down_backward_wide": Tile(64, 64),
     "thin_down": Tile(32, 128, warps=8, stages=8),
     "thin_down_wide": Tile(32, 256, warps=16, stages=2),
     "thin_up": Tile(32, 128),
     "thin_up_alone": Tile(32, 256),  # without a base to read
     "thin_up_backward": Tile(16, 1024),
-    "thin_down_backward": Tile(8, 512, stages=8),  # row blocks of a part, one after the other
     "add_parts": Tile(64, 16),
     "route": Tile(32, 128, stages=4),
     "route_many": Tile(64, 128, stages=4),
