@@ -112,7 +112,7 @@ def _traced(
     number = columns.number if columns is not None else gates[0].shape[-1] if gates else 1
     gates = [gate_rows(gate) for gate in gates]
     every = x.numel() // x.shape[-1] // gates[0].shape[0] if gates else 1
-    *ys, _ = custom_group.grouped(
+    ys = custom_group.grouped(
         rows_of(x), frozen.weights[0], frozen.biases[0],
         [projection.A for projection in projections], [projection.B for projection in projections], gates,
         [projection.diagonal for projection in projections if projection.diagonal is not None], seed, p, scale,
