@@ -32,8 +32,10 @@ Places = list[int]
 def _strengths(scale: float, gates: list[Tensor], diagonals: list[Tensor], places: Places) -> Strengths:
     every, number, *starts = places
     none = (None,) * len(starts)
-    found = [gates[m if len(gates) > 1 else 0][:, start : start + number] for m, start in enumerate(starts) if gates]
-    return Strengths(scale, tuple(found) or none, tuple(diagonals) or none, every)
+    owners = gates if len(gates) > 1 else gates * len(starts)
+    if owners and number < owners[0].shape[1]:  # a view costs the host as much as a new tensor
+        owners = [gate[:, start : start + number] for gate, start in zip(owners, starts, strict=True)]
+    return Strengths(scale, tuple(owners) or none, tuple(diagonals) or none, every)
 
 
 def _spread(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]:
@@ -211,7 +213,7 @@ def _apart(tensors: Sequence[Tensor], settings: tuple) -> tuple[list[Any], ...]:
     return found[:M], found[M : 2 * M], found[2 * M : 2 * M + G], found[2 * M + G :]
 
 
-@composed("grouped")
+@composed("grouped_lora")
 def grouped(
     x: Tensor,
     weight: Tensor,

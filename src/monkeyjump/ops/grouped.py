@@ -182,8 +182,8 @@ def outputs(
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
     ys = bases
     if len(bases) < len(Bs):
-        bases = list(bases[0].split([B.shape[0] for B in Bs], 1))
-        ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
+        bases = list(bases[0].split_with_sizes([B.shape[0] for B in Bs], 1))
+        ys = [base.new_empty(base.shape) for base in bases]
     return ys, few.down_up(x, As, bases, Bs, strengths, dropout, ys)
 
 

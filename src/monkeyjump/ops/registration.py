@@ -33,7 +33,9 @@ def registered(
 def composed(name: str) -> Callable[[Function], torch._ops.OpOverload]:
     """Make a function of autograd functions and registered ops one node where a model is traced.
 
-    It is taken apart with its gradient before the graph is compiled, which is left with the ops alone.
+    It is taken apart with its gradient before the graph is compiled, which is left with the ops alone. The compiler
+    keeps its results on disk by the name of what was traced: whoever takes it apart in another way, or changes the
+    arguments of the ops, gives it another name.
     """
 
     def register(function: Function) -> torch._ops.OpOverload:

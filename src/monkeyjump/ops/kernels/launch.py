@@ -2,8 +2,9 @@
 
 Triton looks at every argument of every launch to find the variant it has compiled: 20 to 50 microseconds of host time
 for kernels with many arguments, as long as several launches. The variant depends on dtypes, on pointers only by their
-alignment and on integers only by few properties; with these as a key, the compiled kernel is found in a dictionary and
-called directly.
+alignment, on integers and on constants; with these as a key, the compiled kernel is found in a dictionary and called
+directly. Of an integer Triton asks only a few properties, but to ask them takes longer than to look up all of it:
+another number is another key, and Triton finds the same kernel for it once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
-TENSORS = (torch.Tensor, torch.nn.Parameter)
+MOST_KEYS = 4096  # of a kernel: batches of ever new lengths shall not fill the memory
+Tensor, Parameter = torch.Tensor, torch.nn.Parameter
 
 
 class Launcher:
@@ -39,10 +41,12 @@ class Launcher:
             return
         variant = (device, *_traits(args[: self.constants]), args[self.constants :])
         compiled = self.compiled.get(variant)
-        if compiled is None:
-            self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
-        else:
+        if compiled is not None:
             compiled[(*grid, 1)](*args)
+            return
+        if len(self.compiled) == MOST_KEYS:
+            self.compiled.clear()
+        self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
 
 
 def _device(args: Iterable[Any]) -> int:
@@ -55,18 +59,16 @@ def _device(args: Iterable[Any]) -> int:
 
 
 def _traits(args: Iterable[Any]) -> list[Any]:
-    """What Triton specialises a kernel on; not floats. Called for every launch, so it is written for speed."""
+    """What tells the variants of a kernel apart; not floats. Called for every launch, so it is written for speed."""
     found: list[Any] = []
     for arg in args:
         kind = type(arg)
-        if kind in TENSORS or isinstance(arg, torch.Tensor):
+        if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
             found.append(arg.dtype)
             found.append(arg.data_ptr() & 15)
-        elif kind is int:
-            found.append((arg == 1) | (arg % 16 == 0) << 1 | (arg > 0x7FFFFFFF) << 2)
         elif kind is tuple:
             found.append(len(arg))
-            found += _traits(arg)
+            found += arg if type(arg[0]) is int else _traits(arg)
         elif kind is not float:
             found.append(arg)
     return found
