@@ -220,7 +220,7 @@ def down_gradients(
     if dx is not None:
         if len(weights) < len(dys):
             dys, widths = _joined_where_narrow(dys)
-            weights = weights[0].split(widths)
+            weights = weights[0].split_with_sizes(widths)
         for dy, weight in zip(dys, weights, strict=True):
             dx.addmm_(dy, weight)
     return dx, parts

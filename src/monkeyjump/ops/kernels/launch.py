@@ -17,7 +17,6 @@ import torch
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
 MOST_KEYS = 4096  # of a kernel: batches of ever new lengths shall not fill the memory
-Tensor, Parameter = torch.Tensor, torch.nn.Parameter
 
 
 class Launcher:
@@ -63,12 +62,12 @@ def _traits(args: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     for arg in args:
         kind = type(arg)
-        if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
-            found.append(arg.dtype)
-            found.append(arg.data_ptr() & 15)
+        if kind is int or arg is None:
+            found.append(arg)
         elif kind is tuple:
             found.append(len(arg))
             found += arg if type(arg[0]) is int else _traits(arg)
-        elif kind is not float:
-            found.append(arg)
+        elif kind is not float:  # a tensor
+            found.append(arg.dtype)
+            found.append(arg.data_ptr() & 15)
     return found
