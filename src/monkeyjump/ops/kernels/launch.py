@@ -4,7 +4,8 @@ Triton looks at every argument of every launch to find the variant it has compil
 for kernels with many arguments, as long as several launches. The variant depends on dtypes, on pointers only by their
 alignment, on integers and on constants; with these as a key, the compiled kernel is found in a dictionary and called
 directly. Of an integer Triton asks only a few properties, but to ask them takes longer than to look up all of it:
-another number is another key, and Triton finds the same kernel for it once.
+another number is another key, and Triton finds the same kernel for it once. The call leaves out what Triton prepares
+for the hooks of profilers at every launch, unless there are any.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
@@ -41,11 +44,22 @@ class Launcher:
         variant = (device, *_traits(args[: self.constants]), args[self.constants :])
         compiled = self.compiled.get(variant)
         if compiled is not None:
-            compiled[(*grid, 1)](*args)
+            _launch(compiled, device, (*grid, 1), args)
             return
         if len(self.compiled) == MOST_KEYS:
             self.compiled.clear()
         self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
+
+
+def _launch(compiled: Any, device: int, grid: tuple[int, int, int], args: tuple) -> None:
+    """What `compiled[grid](*args)` does."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks, or one in its place
+        compiled[grid](*args)
+        return
+    stream = driver.active.get_current_stream(device)
+    # no metadata for hooks, and no hooks
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
 def _device(args: Iterable[Any]) -> int:
