@@ -2,13 +2,14 @@
 
 The compiler makes no kernel of its own for any of it, so the ops do what eager mode does, with the same functions. The
 gradient is one op unless gates have one too, or experts share an A. Then it is two, and what lies between them (few
-numbers a token) is left to the compiler.
+numbers a token) is left to the compiler. `grouped` is what a model calls; a compiled graph holds the others.
 
 Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from monkeyjump.ops.grouped import Frozen, down_gradients, kept_dtype, outputs, split_like
 from monkeyjump.ops.kernels import lora as kernels
 from monkeyjump.ops.kernels.parts import total
+from monkeyjump.ops.registration import composed, registered, shapes_of
 from monkeyjump.ops.settings import Dropout, Strengths, Update, new_seed, rank_gradients, with_diagonal
 
 Tensor = torch.Tensor
@@ -30,8 +32,10 @@ Places = list[int]
 def _strengths(scale: float, gates: list[Tensor], diagonals: list[Tensor], places: Places) -> Strengths:
     every, number, *starts = places
     none = (None,) * len(starts)
-    found = [gates[m if len(gates) > 1 else 0][:, start : start + number] for m, start in enumerate(starts) if gates]
-    return Strengths(scale, tuple(found) or none, tuple(diagonals) or none, every)
+    owners = gates if len(gates) > 1 else gates * len(starts)
+    if owners and number < owners[0].shape[1]:  # a view costs the host as much as a new tensor
+        owners = [gate[:, start : start + number] for gate, start in zip(owners, starts, strict=True)]
+    return Strengths(scale, tuple(owners) or none, tuple(diagonals) or none, every)
 
 
 def _spread(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]:
@@ -47,7 +51,7 @@ def _spread(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]
     return [wide]
 
 
-@torch.library.custom_op("monkeyjump::drawn_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@registered("drawn_seed", tags=(torch.Tag.nondeterministic_seeded,))
 def drawn_seed(like: Tensor) -> Tensor:
     """A seed for a mask, on the device of `like`, which is to be what is masked.
 
@@ -57,13 +61,13 @@ def drawn_seed(like: Tensor) -> Tensor:
     return new_seed(like.device)
 
 
-@drawn_seed.register_fake
+@shapes_of(drawn_seed)
 def _(like):
     return like.new_empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("monkeyjump::grouped", mutates_args=(), tags=(ANY_LAYOUT,))
-def grouped(
+@registered("grouped_forward", tags=(ANY_LAYOUT,))
+def grouped_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -75,10 +79,9 @@ def grouped(
     p: float,
     scale: float,
     places: Places,
-    trained: bool,
     gated: bool,
 ) -> list[Tensor]:
-    """M of y [N, O], then z [N, M * R]; `trained`: A has a gradient; `gated`: the gates have one."""
+    """M of y [N, O], then z [N, M * R]; `gated`: the gates have a gradient."""
     strengths = _strengths(scale, gates, diagonals, places)
     As, Bs = [A.contiguous() for A in As], [B.contiguous() for B in Bs]
     update = Update(As, Bs, strengths, Dropout.of(seed, p))
@@ -86,13 +89,13 @@ def grouped(
     return [*ys, z]
 
 
-@grouped.register_fake
-def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, places, trained, gated):
+@shapes_of(grouped_forward)
+def _(x, weight, bias, As, Bs, gates, diagonals, seed, p, scale, places, gated):
     z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=kept_dtype(x, gated))
     return [*(x.new_empty(x.shape[0], B.shape[0]) for B in Bs), z]
 
 
-@torch.library.custom_op("monkeyjump::grouped_backward", mutates_args=(), tags=(ANY_LAYOUT,))
+@registered("grouped_backward", tags=(ANY_LAYOUT,))
 def grouped_backward(
     dys: list[Tensor],
     x: Tensor | None,
@@ -116,13 +119,13 @@ def grouped_backward(
     return z.new_empty(0) if dx is None else dx, total([*parts, *more])
 
 
-@grouped_backward.register_fake
+@shapes_of(grouped_backward)
 def _(dys, x, z, weight, As, Bs, gates, diagonals, seed, p, scale, places, with_dx):
     sums = sum(B.numel() for B in Bs) + (0 if x is None else sum(A.numel() for A in As))
     return _new_dx(dys, z, weight, with_dx), z.new_empty(sums, dtype=torch.float32)
 
 
-@torch.library.custom_op("monkeyjump::grouped_up_backward", mutates_args=(), tags=(ANY_LAYOUT,))
+@registered("grouped_up_backward", tags=(ANY_LAYOUT,))
 def grouped_up_backward(
     dys: list[Tensor],
     z: Tensor,
@@ -138,14 +141,14 @@ def grouped_up_backward(
     return t, total(parts)
 
 
-@grouped_up_backward.register_fake
+@shapes_of(grouped_up_backward)
 def _(dys, z, Bs, gates, diagonals, scale, places):
     shapes = (z.shape[0], len(Bs) * Bs[0].shape[1]), (sum(B.numel() for B in Bs),)
     t, sums = (z.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return t, sums
 
 
-@torch.library.custom_op("monkeyjump::grouped_down_backward", mutates_args=(), tags=(ANY_LAYOUT,))
+@registered("grouped_down_backward", tags=(ANY_LAYOUT,))
 def grouped_down_backward(
     dys: list[Tensor],
     x: Tensor | None,
@@ -163,7 +166,7 @@ def grouped_down_backward(
     return dz.new_empty(0) if dx is None else dx, total(parts) if parts else dz.new_empty(0)
 
 
-@grouped_down_backward.register_fake
+@shapes_of(grouped_down_backward)
 def _(dys, x, dz, weight, As, seed, p, with_dx):
     sums = 0 if x is None else sum(A.numel() for A in As)
     return _new_dx(dys, dz, weight, with_dx), dz.new_empty(sums)
@@ -173,37 +176,63 @@ def _new_dx(dys: list[Tensor], z: Tensor, weight: Tensor, with_dx: bool) -> Tens
     return dys[0].new_empty(dys[0].shape[0], weight.shape[1]) if with_dx else z.new_empty(0)
 
 
-def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weight, _, As, Bs, gates, diagonals, seed, p, scale, places, trained, gated = inputs
-    ctx.save_for_backward(x if trained else None, weight, output[-1], seed, *As, *Bs, *gates, *diagonals)
-    ctx.numbers = len(As), len(gates), len(diagonals)
-    ctx.settings = p, scale, places, gated
+class _Grouped(torch.autograd.Function):
+    """The ops and their gradient; what follows the settings: M of A, M of B, the gates, the diagonals."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, settings: tuple, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        p, scale, places, trained, gated, _ = settings
+        *ys, z = grouped_forward(x, weight, bias, *_apart(tensors, settings), seed, p, scale, places, gated)
+        ctx.save_for_backward(x if trained else None, weight, z, seed, *tensors)
+        ctx.settings = settings
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, z, seed, *tensors = ctx.saved_tensors
+        p, scale, places, _, gated, _ = ctx.settings
+        As, Bs, gates, diagonals = _apart(tensors, ctx.settings)
+        dys, with_dx = list(grads), ctx.needs_input_grad[0]
+        dgates: list[Any] = [None] * len(gates)
+        if not gated and Bs[0].shape[1] == As[0].shape[0]:
+            dx, sums = grouped_backward(dys, x, z, weight, As, Bs, gates, diagonals, seed, p, scale, places, with_dx)
+            ups = sum(B.numel() for B in Bs)
+            flat_dBs, flat_dAs = sums[:ups], sums[ups:]
+        else:
+            t, flat_dBs = grouped_up_backward(dys, z, Bs, gates, diagonals, scale, places)
+            dz, found = rank_gradients(t, z, _strengths(scale, gates, diagonals, places), gated)
+            dgates = _spread(found, gates, places) if gated else dgates
+            dx, flat_dAs = grouped_down_backward(dys, x, dz, weight, As, seed, p, with_dx)
+        ones = zip(split_like(flat_dBs, Bs), Bs, diagonals or [None] * len(Bs), strict=True)
+        dBs, ddiagonals = zip(*(with_diagonal(dB, B, diagonal) for dB, B, diagonal in ones), strict=True)
+        dAs = [None] * len(As) if x is None else split_like(flat_dAs, As)
+        own = (*dAs, *dBs, *dgates, *ddiagonals[: len(diagonals)])
+        return dx if with_dx else None, None, None, None, None, *own
 
 
-def _gradients(ctx: Any, grads: list[Tensor]) -> Any:
-    dys = list(grads[:-1])
-    x, weight, z, seed, *rest = ctx.saved_tensors
-    M, G, L = ctx.numbers
-    As, Bs, gates, diagonals = rest[:M], rest[M : 2 * M], rest[2 * M : 2 * M + G], rest[2 * M + G :]
-    p, scale, places, gated = ctx.settings
-    with_dx = ctx.needs_input_grad[0]
-    dgates: list[Any] = [None] * G
-    if not gated and Bs[0].shape[1] == As[0].shape[0]:
-        dx, sums = grouped_backward(dys, x, z, weight, As, Bs, gates, diagonals, seed, p, scale, places, with_dx)
-        ups = sum(B.numel() for B in Bs)
-        flat_dBs, dAs = sums[:ups], sums[ups:]
-    else:
-        t, flat_dBs = grouped_up_backward(dys, z, Bs, gates, diagonals, scale, places)
-        dz, found = rank_gradients(t, z, _strengths(scale, gates, diagonals, places), gated)
-        dgates = _spread(found, gates, places) if gated else dgates
-        dx, dAs = grouped_down_backward(dys, x, dz, weight, As, seed, p, with_dx)
-    ones = zip(split_like(flat_dBs, Bs), Bs, diagonals or [None] * M, strict=True)
-    dBs, ddiagonals = zip(*(with_diagonal(dB, B, diagonal) for dB, B, diagonal in ones), strict=True)
-    down = [None] * M if x is None else split_like(dAs, As)
-    return (
-        *(dx if with_dx else None, None, None, down, list(dBs), dgates, list(ddiagonals[:L])),
-        *(None, None, None, None, None, None),
-    )
+def _apart(tensors: Sequence[Tensor], settings: tuple) -> tuple[list[Any], ...]:
+    M, G, found = len(settings[2]) - 2, settings[-1], list(tensors)
+    return found[:M], found[M : 2 * M], found[2 * M : 2 * M + G], found[2 * M + G :]
 
 
-grouped.register_autograd(_gradients, setup_context=_save)
+@composed("grouped_lora")
+def grouped(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    As: list[Tensor],
+    Bs: list[Tensor],
+    gates: list[Tensor],
+    diagonals: list[Tensor],
+    seed: Tensor | None,
+    p: float,
+    scale: float,
+    places: Places,
+    trained: bool,
+    gated: bool,
+) -> list[Tensor]:
+    """M of y [N, O]; `trained`: A has a gradient; `gated`: the gates have one."""
+    settings = (p, scale, places, trained, gated, len(gates))
+    return list(_Grouped.apply(x, weight, bias, seed, settings, *As, *Bs, *gates, *diagonals))

@@ -66,7 +66,8 @@ class Frozen:
         if len(self.weights) == len(widths):
             return self.weights, self.biases
         bias = self.biases[0]
-        return self.weights[0].split(widths), [None] * len(widths) if bias is None else bias.split(widths)
+        biases = [None] * len(widths) if bias is None else bias.split_with_sizes(widths)
+        return self.weights[0].split_with_sizes(widths), biases
 
 
 def grouped_lora(
@@ -121,7 +122,7 @@ def _traced(
     number = columns.number if columns is not None else gates[0].shape[-1] if gates else 1
     gates = [gate_rows(gate) for gate in gates]
     every = x.numel() // x.shape[-1] // gates[0].shape[0] if gates else 1
-    *ys, _ = custom_group.grouped(
+    ys = custom_group.grouped(
         rows_of(x), frozen.weights[0], frozen.biases[0],
         [projection.A for projection in projections], [projection.B for projection in projections], gates,
         [projection.diagonal for projection in projections if projection.diagonal is not None], seed, p, scale,
@@ -195,8 +196,8 @@ def outputs(
     ys = bases
     if len(bases) < len(update.Bs):
         # taken apart while the updates are added: what backward keeps of one output must not keep the others
-        bases = list(bases[0].split(update.widths, 1))
-        ys = [torch.empty(base.shape, dtype=base.dtype, device=base.device) for base in bases]
+        bases = list(bases[0].split_with_sizes(update.widths, 1))
+        ys = [base.new_empty(base.shape) for base in bases]
     return ys, few.down_up(x, update, bases, ys, keep)
 
 
@@ -205,7 +206,7 @@ def _update_first(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The same, with updates that are written where the products then add to them: the kernel need not read."""
     weights, biases = frozen.apart(update.widths)
-    ys = [torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device) for width in update.widths]
+    ys = [x.new_empty(x.shape[0], width) for width in update.widths]
     z, kept = kernels.down_kept(x, update, keep)
     kernels.up([None] * len(ys), z, update.Bs, update.strengths, ys, biases)
     for y, weight in zip(ys, weights, strict=True):
@@ -246,7 +247,7 @@ def down_gradients(
     if dx is not None:
         if len(weights) < len(dys):
             dys, widths = _joined_where_narrow(dys)
-            weights = weights[0].split(widths)
+            weights = weights[0].split_with_sizes(widths)
         for dy, weight in zip(dys, weights, strict=True):
             dx.addmm_(dy, weight)
     return dx, parts

@@ -16,6 +16,7 @@ import torch
 
 from monkeyjump.ops import dispatch
 from monkeyjump.ops.precision import precise_linear
+from monkeyjump.ops.registration import registered, shapes_of
 from monkeyjump.ops.settings import rows_of
 
 MOST = 64  # columns of all weights together; more are as well left to a matrix product
@@ -82,18 +83,18 @@ def _kernels() -> Any:
     return lora
 
 
-@torch.library.custom_op("monkeyjump::router_logits", mutates_args=())
+@registered("router_logits")
 def logits_op(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """x W^T of every W side by side: [N, M * E], fp32."""
     return _kernels().down(x.contiguous(), [weight.contiguous() for weight in weights], None, precise=True)
 
 
-@logits_op.register_fake
+@shapes_of(logits_op)
 def _(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     return x.new_empty(x.shape[0], len(weights) * weights[0].shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("monkeyjump::router_logits_backward", mutates_args=())
+@registered("router_logits_backward")
 def logits_backward_op(
     x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], with_dx: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +106,7 @@ def logits_backward_op(
     return x.new_empty(0) if dx is None else dx, dW
 
 
-@logits_backward_op.register_fake
+@shapes_of(logits_backward_op)
 def _(
     x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], with_dx: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

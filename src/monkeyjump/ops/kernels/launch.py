@@ -2,8 +2,10 @@
 
 Triton looks at every argument of every launch to find the variant it has compiled: 20 to 50 microseconds of host time
 for kernels with many arguments, as long as several launches. The variant depends on dtypes, on pointers only by their
-alignment and on integers only by few properties; with these as a key, the compiled kernel is found in a dictionary and
-called directly.
+alignment, on integers and on constants; with these as a key, the compiled kernel is found in a dictionary and called
+directly. Of an integer Triton asks only a few properties, but to ask them takes longer than to look up all of it:
+another number is another key, and Triton finds the same kernel for it once. The call leaves out what Triton prepares
+for the hooks of profilers at every launch, unless there are any.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
-TENSORS = (torch.Tensor, torch.nn.Parameter)
+MOST_KEYS = 4096  # of a kernel: batches of ever new lengths shall not fill the memory
 
 
 class Launcher:
@@ -39,10 +43,23 @@ class Launcher:
             return
         variant = (device, *_traits(args[: self.constants]), args[self.constants :])
         compiled = self.compiled.get(variant)
-        if compiled is None:
-            self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
-        else:
-            compiled[(*grid, 1)](*args)
+        if compiled is not None:
+            _launch(compiled, device, (*grid, 1), args)
+            return
+        if len(self.compiled) == MOST_KEYS:
+            self.compiled.clear()
+        self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
+
+
+def _launch(compiled: Any, device: int, grid: tuple[int, int, int], args: tuple) -> None:
+    """What `compiled[grid](*args)` does."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks, or one in its place
+        compiled[grid](*args)
+        return
+    stream = driver.active.get_current_stream(device)
+    # no metadata for hooks, and no hooks
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
 def _device(args: Iterable[Any]) -> int:
@@ -56,18 +73,16 @@ def _device(args: Iterable[Any]) -> int:
 
 
 def _traits(args: Iterable[Any]) -> list[Any]:
-    """What Triton specialises a kernel on; not floats. Called for every launch, so it is written for speed."""
+    """What tells the variants of a kernel apart; not floats. Called for every launch, so it is written for speed."""
     found: list[Any] = []
     for arg in args:
         kind = type(arg)
-        if kind in TENSORS or isinstance(arg, torch.Tensor):
-            found.append(arg.dtype)
-            found.append(arg.data_ptr() & 15)
-        elif kind is int:
-            found.append((arg == 1) | (arg % 16 == 0) << 1 | (arg > 0x7FFFFFFF) << 2)
+        if kind is int or arg is None:
+            found.append(arg)
         elif kind is tuple:
             found.append(len(arg))
-            found += _traits(arg)
-        elif kind is not float:
-            found.append(arg)
+            found += arg if type(arg[0]) is int else _traits(arg)
+        elif kind is not float:  # a tensor
+            found.append(arg.dtype)
+            found.append(arg.data_ptr() & 15)
     return found
