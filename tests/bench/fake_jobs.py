@@ -32,12 +32,16 @@ def prepare(variant: str, settings: dict[str, Any]) -> Callable[[], Iterator[dic
     while len(list(folder.glob("*.began"))) < settings.get("together", 0):  # all at the same time, or never
         time.sleep(0.02)
     prepared = time.time()
+    turns: list[float] = []
 
     def rows() -> Iterator[dict[str, Any]]:
+        turns.append(10.0 * 10 ** len(turns))
         for mode in settings["modes"]:
             started = time.time()
             if variant == "dies late" and mode == "compile":
                 os._exit(4)
+            if variant == "dies later" and len(turns) == 2:
+                os._exit(5)
             time.sleep(0.1)
             yield {
                 "variant": variant,
@@ -45,6 +49,9 @@ def prepare(variant: str, settings: dict[str, Any]) -> Callable[[], Iterator[dic
                 "status": "ok",
                 "began": began,
                 "prepared": prepared,
+                "times_ms": turns[-1:],
+                "median_ms": turns[-1],
+                "tokens_per_second": 1000 / turns[-1],
                 "started": started,
                 "ended": time.time(),
             }

@@ -22,7 +22,7 @@ def jobs(folder: Path, *variants: str, together: int = 0) -> list[Job]:
 
 def run(folder: Path, *variants: str, count: int = 8, hold: int = 8, **options: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    crew = Crew(count, hold, options.pop("timeout", 30), folder / "logs")
+    crew = Crew(count, hold, options.pop("timeout", 30), folder / "logs", options.pop("rounds", 1))
     crew.run(jobs(folder, *variants, **options), rows.append)
     return rows
 
@@ -58,6 +58,20 @@ def test_waves_hold_no_more_than_asked_for(tmp_path: Path) -> None:
     assert by["a"]["prepared"] <= by["b"]["began"]  # one at a time
     assert by["b"]["prepared"] <= by["a"]["started"]  # both ready before the first is timed
     assert by["b"]["ended"] <= by["c"]["began"]  # the third starts when the first wave is done
+
+
+def test_variants_take_turns(tmp_path: Path) -> None:
+    """A row is of the times of all turns; a variant that dies in a later one owes its rows."""
+    rows = run(tmp_path, "a", "b", "dies later", rounds=3)
+    assert [(row["variant"], row["mode"]) for row in rows[-4:]] == [(name, mode) for name in "ab" for mode in MODES]
+    for row in rows[-4:]:
+        assert row["times_ms"] == [10.0, 100.0, 1000.0]
+        assert (row["median_ms"], round(row["tokens_per_second"], 6), row["repeats"]) == (100.0, 10.0, 3)
+    by = {row["variant"]: row for row in rows if row["mode"] == "eager"}
+    assert by["b"]["started"] <= by["a"]["ended"]  # b's first turn is before a's last
+    for row in rows[:2]:
+        assert row["variant"] == "dies later"
+        assert "exit code 5" in row["error"]
 
 
 def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """One variant in a process of its own, and the parent's end of it.
 
 One JSON object per line both ways: the parent sends the job, the child answers `ready` (or `ended`, with its error) and
-waits for `go`, then sends its rows. Everything else that the child prints goes to its log.
+waits for `go`, then sends its rows and `paused`, and waits again. Everything else that it prints goes to its log.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Child:
     def __init__(self, job: Job, logs: Path, threads: int, events: queue.Queue) -> None:
         self.job = job
         self.due = list(job.modes)
+        self.found: dict[str, Row] = {}  # by mode: what its turns have measured so far
         self.lost: Row | None = None  # once it has ended: the reason that its unfinished rows give
         self.started = time.monotonic()
         logs.mkdir(parents=True, exist_ok=True)
@@ -94,15 +95,14 @@ def main() -> int:
     try:
         rows = job.load()
         say({"event": "ready"})
-        if not sys.stdin.readline():  # the parent has gone
-            return 1
-        for row in rows():
-            say({"event": "row", "row": row})
+        while sys.stdin.readline():  # until the parent has gone
+            for row in rows():
+                say({"event": "row", "row": row})
+            say({"event": "paused"})
     except Exception as error:
         import traceback
 
         traceback.print_exc()
         say({"event": "ended", "error": failure(error)})
         return 1
-    say({"event": "ended", "error": failure(RuntimeError("ended without this row"))})
     return 0

@@ -1,6 +1,7 @@
 """Variants in processes of their own: they build and compile side by side, and are timed strictly one at a time.
 
-The protocol is in `child.py`: a child prepares, says `ready` and waits; it measures when it is told to `go`.
+The protocol is in `child.py`: a child prepares, says `ready` and waits; it measures whenever it is told to `go`. Where
+variants take turns, a machine that becomes slower meanwhile is slower for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,20 @@ def failure(error: BaseException) -> Row:
     return {"status": "failed", "error_type": type(error).__name__, "error": f"{type(error).__name__}: {text}"[:2000]}
 
 
+def pooled(before: Row | None, now: Row) -> Row:
+    """The row of a mode after one more turn: of all times together. A turn that failed is what the row says."""
+    if before is None or before["status"] != "ok":
+        return before or now
+    if now["status"] != "ok":
+        return now
+    from monkeyjump.bench.timing import spread
+
+    times = [*before["times_ms"], *now["times_ms"]]
+    found = asdict(spread(times))
+    rate = before["tokens_per_second"] * before["median_ms"] / found["median_ms"]
+    return {**before, **found, "times_ms": times, "tokens_per_second": rate, "ended": now["ended"]}
+
+
 def run_here(jobs: list[Job], on_row: OnRow) -> None:
     """All in this process, one after another."""
     for job in jobs:
@@ -83,9 +98,10 @@ class Crew:
     hold: int  # that may be ready and wait for their turn, holding their memory
     timeout: float  # seconds to become ready, and seconds between two rows
     logs: Path
+    rounds: int = 1  # turns of every variant, of what is held at the same time
 
     def run(self, jobs: list[Job], on_row: OnRow) -> None:
-        """Waves of `hold` variants: all become ready, then one after another is timed and let go."""
+        """Waves of `hold` variants: all become ready, then one after another is timed, in its last turn let go."""
         waiting, again = deque(jobs), []
         while waiting:
             wave = [waiting.popleft() for _ in range(min(self.hold, len(waiting)))]
@@ -106,9 +122,13 @@ class Wave:
         """Prepare all, time all; what comes back ran out of memory beside the others and is to be tried alone."""
         children: list[Child] = []
         try:
-            for child in self._ready(wave, children):
-                self._time(child)
-                child.end()
+            ready = self._ready(wave, children)
+            for turn in range(self.crew.rounds):
+                for child in ready:
+                    last = turn == self.crew.rounds - 1
+                    self._time(child, last)
+                    if last:
+                        child.end()
         finally:
             for child in children:
                 child.end()
@@ -149,20 +169,26 @@ class Wave:
         child.lost = event.get("error")  # it died while it waited
         return []
 
-    def _time(self, child: Child) -> None:
-        """Let one child measure while all others wait."""
+    def _time(self, child: Child, last: bool) -> None:
+        """Let one child measure while all others wait. Its rows are complete after its last turn."""
         repeat: list[str] = []
+        paused = False
         if child.lost is None:
             child.send({"event": "go"})
-        while child.lost is None:
+        while child.lost is None and not paused:
             try:
                 other, event = self.events.get(timeout=self.crew.timeout)
             except queue.Empty:
                 other, event = child, self._too_long("no result")
+            if event["event"] == "paused":
+                paused = True
+                continue
             if event["event"] != "row":
                 other.lost = event["error"]
                 continue
-            row = event["row"]
+            row = other.found[event["row"]["mode"]] = pooled(other.found.get(event["row"]["mode"]), event["row"])
+            if not last:
+                continue
             other.due.remove(row["mode"])
             if self.retry and row.get("error_type") == OUT_OF_MEMORY:
                 repeat.append(row["mode"])
@@ -170,7 +196,8 @@ class Wave:
                 self.on_row({**row, **other.job.labels})
         if repeat:
             self.again.append(child.job.only(repeat))
-        self._lost(child, child.lost)
+        if child.lost is not None or last:
+            self._lost(child, child.lost or failure(RuntimeError("ended without this row")))
 
     def _lost(self, child: Child, error: Row) -> None:
         """The rows that a child still owes; none, if it has finished."""

@@ -204,7 +204,14 @@ def output_folder(options: Namespace) -> Path:
 
 def _crew(options: Namespace, session: Session) -> Crew | None:
     if options.jobs == 0:
+        if getattr(options, "rounds", 1) > 1:
+            raise ConfigError(
+                f"rounds={options.rounds} needs processes that wait for their turn: use --jobs 1 or more."
+            )
         return None
     if options.jobs < 0 or (options.hold or 1) < 1:
         raise ConfigError(f"jobs={options.jobs} must be at least 0 and hold={options.hold} at least 1.")
-    return Crew(options.jobs, options.hold or options.jobs, options.compile_timeout, session.output / "logs")
+    rounds = getattr(options, "rounds", 1)
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds} must be at least 1.")
+    return Crew(options.jobs, options.hold or options.jobs, options.compile_timeout, session.output / "logs", rounds)

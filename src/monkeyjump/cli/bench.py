@@ -76,6 +76,9 @@ def _add_step(parser: argparse.ArgumentParser, kind: str) -> None:
         parser.add_argument("--fused-loss", metavar="BY", help="torch or liger: a loss without logits (scope model)")
     if kind == "step":
         parser.add_argument("--profile", action="store_true", help="record the kernels of a step in the last mode")
+        parser.add_argument(
+            "--rounds", type=int, default=1, metavar="N", help="turns of each variant, of --steps (default: 1)"
+        )
         parser.add_argument("--check", action="store_true", help="compare the modes' gradients (needs --dropout 0)")
 
 

@@ -3,8 +3,9 @@
     z_m = dropout(x) A_m^T              down, for all projections m that read x
     y = base + (z * s) B^T              up, with s = scale * diagonal * gate
 
-In eager mode the kernels are launched directly from autograd functions, without the host time of a registered op. Under torch.compile the same functions are traced and the kernels are custom ops, each of which
-the compiler sees as one node. Compiled inference is written out instead (`written_out`).
+In eager mode the kernels are launched directly from autograd functions, without the host time of a registered op. Under
+torch.compile the same functions are traced and the kernels are registered ops, each of which the compiler sees as one
+node. Compiled inference is written out instead (`written_out`).
 
 Shapes: N tokens, D and O input and output width, R rank, C columns of B, G gates of a token; `...`: any leading shape.
 """
