@@ -80,7 +80,10 @@ def memory(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | Non
 
 
 def scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | None:
-    """Time above and, where it was counted, memory of the step below; one column per axis, scales logarithmic."""
+    """Time above and, where it was counted, memory of the step below; one column per axis, scales logarithmic.
+
+    A row of panels has one scale: what hardly grows looks so.
+    """
     plt = pyplot()
     rows = [row for row in rows if row["status"] == "ok" and row["value"]]
     axes_names = list(dict.fromkeys(row["axis"] for row in rows))
@@ -90,7 +93,7 @@ def scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path | No
     if any(row.get("extra_bytes") for row in rows):
         measures.append(("extra_bytes", "MiB above the model", 2**20))
     size, shape = (3.2 * len(axes_names), 0.8 + 2.4 * len(measures)), (len(measures), len(axes_names))
-    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharex="col", layout="constrained")
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained")
     lines = list(dict.fromkeys((row["variant"], row["mode"]) for row in rows))
     for column, name in enumerate(axes_names):
         on_axis = [row for row in rows if row["axis"] == name]
