@@ -113,6 +113,53 @@ def test_triton_is_torch(method: str, launches: Counter[str]) -> None:
     assert all(value.abs().max() > 0 for name, value in expected[-1].items() if "monkeyjump_adapter" in name)
 
 
+def step(model: Any, method: str, autocast: bool) -> dict[str, torch.Tensor]:
+    """Logits, gradients and what the centres follow, of the second of two steps, with masks."""
+    torch.manual_seed(5)
+    with implementation("triton"), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+        for seed in range(2):
+            model.zero_grad()
+            out = model(**padded_batch(method, seed))
+    out.loss.backward()
+    return {"logits": out.logits.detach().float(), **gradients(model), **routing_state(model)}
+
+
+# with every expert of a token, whose choice no rounding then changes
+AUTOCAST = {**dict.fromkeys(("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"), 3), "moelora": 4, "hydralora": 4}
+
+
+@pytest.mark.parametrize("method", AUTOCAST)
+def test_autocast_of_a_model_in_its_dtype_changes_nothing(method: str, launches: Counter[str]) -> None:
+    """As a Trainer with bf16=True runs a model that was loaded in bf16."""
+    plain, cast = (
+        step(moved(method, dropout=0.3).to(DEVICE).to(torch.bfloat16).train(), method, autocast)
+        for autocast in (False, True)
+    )
+    assert set(launches) == EXPECTED.get(method, LOW_RANK)
+    assert plain.keys() == cast.keys()
+    for name, value in plain.items():
+        assert torch.equal(cast[name], value), name
+
+
+@pytest.mark.parametrize("method", AUTOCAST)
+def test_autocast_of_a_model_in_fp32(method: str, launches: Counter[str]) -> None:
+    """Kernels on what autocast has cast: as near to fp32 as torch, and with the dtypes that torch gives."""
+    found = {}
+    for name, choice, autocast in (("exact", "torch", False), ("torch", "torch", True), ("triton", "triton", True)):
+        model = moved(method, top_k=AUTOCAST[method]).to(DEVICE).train()
+        with implementation(choice), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+            out = model(**padded_batch(method, 0))
+        out.loss.backward()
+        found[name] = {"logits": out.logits.detach(), **gradients(model)}
+        assert bool(launches) == (choice == "triton")
+    assert EXPECTED.get(method, LOW_RANK) <= set(launches)
+    for key, value in found["exact"].items():
+        assert found["triton"][key].dtype == found["torch"][key].dtype
+        off = {name: float((found[name][key].float() - value).norm()) for name in ("torch", "triton")}
+        cut = 4 if DEVICE == "cpu" else 1.5  # the interpreter cuts off where a GPU rounds
+        assert off["triton"] <= cut * off["torch"] + 1e-3 * float(value.norm()), key
+
+
 @pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @pytest.mark.parametrize(("method", "reentrant"), [("mjlora", True), ("mjlorafa", False), ("lora", False)])
 def test_gradient_checkpointing_on_is_off(method: str, reentrant: bool) -> None:

@@ -120,11 +120,14 @@ def test_dtypes_of_the_kernels(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "triton"])
-def test_autocast_takes_torch(choice: str) -> None:
+def test_what_autocast_would_cast_takes_torch(choice: str) -> None:
     """Its casts are made at the calls of torch functions, which a kernel is not."""
+    available = CUDA or choice == "triton"
     with implementation(choice):
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             assert not uses_kernels(tensor())
+            assert not uses_kernels(tensor().half())
+            assert uses_kernels(tensor().bfloat16()) == available
             with torch.autocast(DEVICE, enabled=False):
-                assert uses_kernels(tensor()) == (CUDA or choice == "triton")
-        assert uses_kernels(tensor()) == (CUDA or choice == "triton")
+                assert uses_kernels(tensor()) == available
+        assert uses_kernels(tensor()) == available

@@ -46,6 +46,23 @@ def test_compiled_groups_equal_eager(what: str, adapter: str, monkeypatch: pytes
     assert report.graphs == (2 if what == "blocks" else 1)
 
 
+def test_compiled_groups_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Trainer with bf16=True calls a model that was loaded in bf16: groups, and the gradients of eager mode."""
+    model = routed(1, adapter="lora").to(torch.bfloat16)
+    twin = copy.deepcopy(model)
+    passes = spied_passes(monkeypatch)
+    with implementation("triton"), compiled(model, "blocks", backend="aot_eager"):
+        for seed in range(3):
+            for one in (model, twin):
+                one.zero_grad()
+                passes.clear()
+                with torch.autocast(DEVICE, dtype=torch.bfloat16):
+                    loss = one(**batch(seed), use_cache=False).loss
+                loss.backward()
+                assert passes == ([1, 1, 1, 1] if seed == 0 else [3, 1])
+            assert_same(gradients(model), gradients(twin), rtol=1e-5, atol=1e-6)
+
+
 def in_another_order() -> Any:
     """A block that defines q last and calls it first."""
     base = tiny_llama(1)

@@ -159,4 +159,5 @@ class _GramDefect(torch.autograd.Function):
     def backward(ctx, grad):
         (M,) = ctx.saved_tensors
         both = grad + grad.mT
-        return (both @ M if ctx.wide else M @ both), None, None
+        with torch.autocast(M.device.type, enabled=False):  # it may be asked for within a forward
+            return (both @ M if ctx.wide else M @ both), None, None

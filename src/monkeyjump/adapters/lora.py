@@ -48,6 +48,8 @@ class LoraAdapter(Adapter):
         return None
 
     def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
+        if self.fused and dispatch.autocast_dtype(x) == out.dtype:  # where x was cast for the frozen product, too
+            x = x.to(out.dtype)
         if not (self.fused and x.dtype == out.dtype and fits_tokens(gate, x) and dispatch.uses_kernels(x)):
             return super().forward(x, base, out, gate)
         from monkeyjump.ops import gated_lora

@@ -29,18 +29,18 @@ class PropulsionAdapter(Adapter):
         nn.init.zeros_(self.offset)
 
     def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
-        if base is not out or self.offset.dim() != 1 or not self._one_kernel(x, gate):
+        if base is not out or self.offset.dim() != 1 or not self._one_kernel(base, gate):
             return super().forward(x, base, out, gate)
         from monkeyjump.ops import propulsion
 
         return propulsion.scaled(base, self.offset, self.degree, gate)
 
     @staticmethod
-    def _one_kernel(x: torch.Tensor, gate: Gate) -> bool:
+    def _one_kernel(base: torch.Tensor, gate: Gate) -> bool:
         """Eager mode, and a gate that is not trained and is one number per token."""
-        if torch.compiler.is_compiling() or not fits_tokens(gate, x):
+        if torch.compiler.is_compiling() or not fits_tokens(gate, base):
             return False
-        return (gate is None or not (gate.requires_grad or gate.shape[-1] > 1)) and dispatch.uses_kernels(x)
+        return (gate is None or not (gate.requires_grad or gate.shape[-1] > 1)) and dispatch.uses_kernels(base)
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         return ops.scale_output(base, self.offset, self.degree, 1.0 if gate is None else gate)

@@ -33,9 +33,9 @@ def implementation(choice: str) -> Iterator[None]:
 
 
 def uses_kernels(x: torch.Tensor) -> bool:
-    """Whether Triton kernels work on x. Autocast, whose rules the kernels do not follow, takes the torch path."""
+    """Whether Triton kernels work on x. They do not follow autocast's rules: what it would cast is left to torch."""
     choice = _override or ENVIRONMENT
-    if choice == "torch" or torch.is_autocast_enabled(x.device.type) or type(x) not in PLAIN:
+    if choice == "torch" or type(x) not in PLAIN or autocast_dtype(x) not in (None, x.dtype):
         return False
     if choice == "auto":
         return x.is_cuda and has_triton() and x.dtype in KERNEL_DTYPES
@@ -46,6 +46,12 @@ def uses_kernels(x: torch.Tensor) -> bool:
             "Use MONKEYJUMP_OPS=auto."
         )
     return x.dtype in KERNEL_DTYPES
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast makes of the operands of a product with x; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
