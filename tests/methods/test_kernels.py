@@ -128,7 +128,7 @@ def step(model: Any, method: str, autocast: bool) -> dict[str, torch.Tensor]:
 AUTOCAST = {**dict.fromkeys(("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"), 3), "moelora": 4, "hydralora": 4}
 
 
-@pytest.mark.parametrize("method", AUTOCAST)
+@pytest.mark.parametrize("method", ["mjlora", "mjadalora", "mjpropulsion", "moelora"])
 def test_autocast_of_a_model_in_its_dtype_changes_nothing(method: str, launches: Counter[str]) -> None:
     """As a Trainer with bf16=True runs a model that was loaded in bf16."""
     plain, cast = (

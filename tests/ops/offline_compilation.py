@@ -148,9 +148,8 @@ if __name__ == "__main__":
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
     low_rank_kernels(rank=16, projections=2)
     thin_kernels(rank=2, projections=3, width=896, gated=True)
-    thin_kernels(rank=4, projections=2, width=4096, gated=True)
-    for rank in (1, 4):
-        thin_kernels(rank=rank, projections=1, width=4096, gated=False)
+    thin_kernels(rank=4, projections=2, width=4096, gated=False)
+    thin_kernels(rank=1, projections=1, width=96, gated=False)
     few_tokens(rank=2, width=896)
     few_tokens(rank=1, width=4112)  # in more steps than are loaded early
     few_tokens(rank=2, width=96, experts=8)  # through the matrix units

@@ -51,6 +51,7 @@ class RoutingContext:
         self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.causal = can_generate is not None and can_generate() and not self.encoder_decoder
         self._model = model
+        self.outermost = model  # with PEFT's wrapper, where there is one
         if can_generate is not None and can_generate():
             # `generate` has no hooks, and only it knows where the prompt ends and takes `task_ids`. Shadowed on the
             # instance, so that every way there (PEFT's wrappers, a model with native adapters) passes through.
@@ -87,6 +88,7 @@ class RoutingContext:
 
     def adopt(self, peft_model: nn.Module) -> None:
         """PEFT's causal-LM wrapper drops `task_ids` for methods it does not know: take them before it does."""
+        self.outermost = peft_model
         self._handles.append(peft_model.register_forward_pre_hook(self.before_wrapper, with_kwargs=True))
 
     def before_wrapper(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -8,6 +8,7 @@ Shapes: D input width, O output width of one projection.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,17 @@ class Packed:
         return _lies_in(frozen.weights[0], [linear.weight for linear in self.linears]) and (
             frozen.biases[0] is None or _lies_in(frozen.biases[0], [linear.bias for linear in self.linears])
         )
+
+
+def managed(model: nn.Module) -> bool:
+    """Whether something gathers the weights for a call and frees them after it: FSDP, ZeRO-3.
+
+    A weight that was put elsewhere would stay behind, whole, on every rank.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards has imported it
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    sharded = any(isinstance(module, kinds) for module in model.modules())
+    return sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def _alone(tensor: torch.Tensor) -> bool:

@@ -130,10 +130,12 @@ class SharedInput:
         if self._packed is not None and not self._packed.intact():
             self._packed, self.family.packs = None, False  # somebody moves the weights: leave them alone
         if self._packed is None and self.family.packs and len(self.members) > 1:
-            from monkeyjump.tuner.packing import Packed
+            from monkeyjump.tuner.packing import Packed, managed
 
             linears: list[Any] = [member.base_layer for member in self.members]
-            self._packed = Packed(linears) if Packed.possible(linears) else None
+            if Packed.possible(linears):
+                self.family.packs = not managed(self.members[0].context.outermost)
+                self._packed = Packed(linears) if self.family.packs else None
         return None if self._packed is None else self._packed.frozen
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""A model that FSDP shards over two processes = one process on the concatenated batch."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monkeyjump.ops.dispatch import HAS_TRITON, implementation
+from tests.helpers import adapted, assert_same, disturb, gradients, layers_of, lm_batch, routing_state, tiny_llama
+from tests.processes import in_new_processes
+
+STEPS = 2  # in the second, projections that share an input are computed together
+WRAPPED = {"blocks": True, "the whole alone": False}
+
+
+def build() -> Any:
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = adapted(tiny_llama(1), target_modules=targets, shared_modules=["o_proj"], ema_interval=1)
+    disturb(model)
+    return model.train()
+
+
+def train(model: Any, rows: slice) -> None:
+    for step in range(STEPS):
+        model.zero_grad()
+        model(**{key: value[rows] for key, value in lm_batch(batch=4, seed=step).items()}).loss.backward()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def left_behind(model: Any) -> int:
+    """Bytes of whole parameters of the blocks that a rank still holds after a step, and weights put side by side."""
+    from torch.distributed.fsdp import FSDPModule
+
+    blocks = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    groups: list[Any] = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
+    held = sum(p._unsharded_param.untyped_storage().nbytes() for group in groups for p in group.fsdp_params)
+    return held + sum(
+        shared._packed is not None for layer in layers_of(model).values() for shared in layer.shared.values()
+    )
+
+
+def worker(rank: int, port: int, folder: str, choice: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for name, blocks in WRAPPED.items():
+        model = build()
+        for block in model.get_base_model().model.layers if blocks else []:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with implementation(choice):
+            train(model, slice(2 * rank, 2 * rank + 2))
+        grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        found[name] = {"gradients": grads, "routing": routing_state(model), "left behind": left_behind(model)}
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_sharded_is_whole(tmp_path: Path) -> None:
+    choice = "triton" if HAS_TRITON else "torch"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    in_new_processes(worker, port, str(tmp_path), choice, count=2)
+    alone = build()
+    with implementation(choice):
+        train(alone, slice(0, 4))
+    one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for name in WRAPPED:
+        assert_same(one[name]["gradients"], two[name]["gradients"])
+        assert_same(one[name]["routing"], two[name]["routing"])
+        assert_same(one[name]["gradients"], gradients(alone), rtol=1e-3, atol=1e-5)
+        assert_same(one[name]["routing"], routing_state(alone), rtol=1e-4, atol=1e-5)
+        assert one[name]["left behind"] == two[name]["left behind"] == 0
