@@ -92,7 +92,8 @@ def test_up_backward(case: Case, way: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert error(times_s[m], t * case.s(strengths, m)) < close(case, way)
         plain = replace(strengths, diagonals=(None,) * len(dys))
         assert error(dBs[m], dy.double().T @ case.scaled(z, plain, m)) < close(case, way)
-        assert error(dBs[m], same_dBs[m]) < 1e-6  # in another layout the sums have another order
+        # compiled in another layout, the sums have another order
+        assert error(dBs[m], same_dBs[m]) <= (1e-6 if DEVICE.type == "cuda" else 0)
 
 
 @pytest.mark.parametrize("case", DOWN_BACKWARD)

@@ -48,12 +48,12 @@ class LoraAdapter(Adapter):
         return None
 
     def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
-        if self.fused and dispatch.autocast_dtype(x) == out.dtype:  # where x was cast for the frozen product, too
-            x = x.to(out.dtype)
-        if not (self.fused and x.dtype == out.dtype and fits_tokens(gate, x) and dispatch.uses_kernels(x)):
+        alike = out.dtype in (x.dtype, dispatch.autocast_dtype(x))  # cast as it was for the frozen product
+        if not (self.fused and alike and fits_tokens(gate, x) and dispatch.uses_kernels(out)):
             return super().forward(x, base, out, gate)
         from monkeyjump.ops import gated_lora
 
+        x = x.to(out.dtype)
         dropout = self.dropout if self.training else 0.0
         if dropout == 0:
             return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, self.rank_scale())

@@ -63,13 +63,12 @@ def _launch(compiled: Any, device: int, grid: tuple[int, int, int], args: tuple)
 
 
 def _device(args: Iterable[Any]) -> int:
-    """Of the first tensor; -1 where there is none."""
+    """Of the first tensor, or the first tuple that begins with one: a tuple may hold none."""
     for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.get_device()
-        if type(arg) is tuple and (found := _device(arg)) >= 0:
-            return found
-    return -1
+        first = arg[0] if type(arg) is tuple else arg
+        if isinstance(first, torch.Tensor):
+            return first.get_device()
+    raise ValueError("a kernel needs a tensor")
 
 
 def _traits(args: Iterable[Any]) -> list[Any]:

@@ -36,8 +36,6 @@ from monkeyjump.ops.kernels.products import fp32_product, precise_product, produ
 from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
 from monkeyjump.ops.settings import Dropout, Strengths, Update
 
-WIDE = 1024  # columns of x from which the tiles of its gradients are narrower
-
 
 @triton.jit
 def down_kernel(x, As, z, kept, seed, threshold, keep_scale, N, D,
@@ -265,7 +263,7 @@ def down_backward(
         return []
     N, (R, D) = dz.shape[0], As[0].shape
     columns = padded(len(As) * R)
-    tile = TILES["backward" if D <= WIDE else "down_backward_wide"]
+    tile = TILES["backward" if D <= thin.WIDE else "down_backward_wide"]
     width = tile.width(D, columns)
     parts = None if x is None else new_parts(N, tile.rows, len(As) * R * D, dz.device)
     _down_backward((row_blocks(N, tile.rows), row_blocks(D, width)),

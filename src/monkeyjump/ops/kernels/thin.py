@@ -36,7 +36,7 @@ from monkeyjump.ops.settings import Dropout, Strengths
 MOST_COLUMNS = 8  # of z: each is an instruction for every entry of x
 COLUMNS_OF_B = (1, 2, 4)
 LEAST_DY = 512  # columns of every dy: all threads lie side by side along a row, and no sum over rows crosses them
-WIDE = 1024  # columns of x from which more warps share a row
+WIDE = 1024  # columns of x beyond which the tiles are others: more warps share a row
 
 
 @triton.jit
