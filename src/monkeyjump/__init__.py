@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from monkeyjump.config import MonkeyJumpConfig
     from monkeyjump.errors import ConfigError
     from monkeyjump.training.callbacks import MonkeyJumpCallback
-    from monkeyjump.tuner.allocation import allocate_ranks
-    from monkeyjump.tuner.calibrate import initialize_centers
+    from monkeyjump.tuner.training.rank_budget import allocate_ranks
+    from monkeyjump.tuner.centers.calibrate import initialize_centers
     from monkeyjump.tuner.count import count_parameters
-    from monkeyjump.tuner.projection import project_gradients
-    from monkeyjump.tuner.route_existing import route
+    from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
+    from monkeyjump.tuner.from_lora import route
     from monkeyjump.tuner.trace import record_routing
 
 __version__ = "0.1.0"

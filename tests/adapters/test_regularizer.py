@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import monkeyjump as mj
 from monkeyjump.adapters.adalora import AdaLoraAdapter
-from monkeyjump.tuner.auxiliary import active_adapters, auxiliary_loss
+from monkeyjump.tuner.training.regularizer import active_adapters, auxiliary_loss
 from tests.helpers import disturb, mj_config, tiny_llama
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monkeyjump as mj
-from monkeyjump.tuner.sample import OVERSAMPLE, Reservoir
+from monkeyjump.tuner.centers.sample import OVERSAMPLE, Reservoir
 from tests.helpers import (
     ADAPTER_NAMES,
     adapted,

@@ -82,7 +82,7 @@ def test_blocks_share_their_graphs_with_kernels(case: str, monkeypatch: pytest.M
         context = model.base_model.routing
         assert not context.sharing.waiting()
         with monkeypatch.context() as patch:
-            patch.setattr("monkeyjump.tuner.learned.decide_together", spy)
+            patch.setattr("monkeyjump.tuner.routers.learned.decide_together", spy)
             eager = step(model, batch)
         assert [decision is not None for decision in together] == 3 * [True, False]  # q and v, then o
         with implementation("torch"):

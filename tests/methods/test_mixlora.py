@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model
 from transformers import BertConfig, BertModel, GenerationConfig
 
 import monkeyjump as mj
-from monkeyjump.tuner.ffn import FeedForwardExperts
+from monkeyjump.tuner.routers.mixlora import FeedForwardExperts
 from tests.helpers import PAD, assert_same, disturb, gradients, layers_of, lm_batch, padded, tiny_llama, token_ids, wrap
 from tests.methods.structures import (
     EXPERTS,

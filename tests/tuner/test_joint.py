@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from monkeyjump.tuner.auxiliary import active_adapters
+from monkeyjump.tuner.training.regularizer import active_adapters
 from monkeyjump.tuner.joint import JointRegularizer
 from tests.helpers import COMPILING, adapted, assert_same, disturb, gradients, lm_batch, tiny_llama
 

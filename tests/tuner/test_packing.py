@@ -17,7 +17,7 @@ from tests.helpers import layers_of
 from tests.tuner.sharing_models import CLOSE, always_on, assert_torch_agrees, batch, logits
 
 pytest.importorskip("triton")
-from monkeyjump.tuner.packing import Packed
+from monkeyjump.tuner.fast.packed_weights import Packed
 
 
 @pytest.fixture(autouse=True)

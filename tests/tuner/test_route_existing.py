@@ -252,7 +252,7 @@ def test_an_error_in_the_middle_puts_everything_back(monkeypatch: pytest.MonkeyP
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("monkeyjump.tuner.route_existing._fill", fail)
+    monkeypatch.setattr("monkeyjump.tuner.from_lora._fill", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         mj.route(model, shared_modules=SHARED, center_init="random_normalized")
     monkeypatch.undo()

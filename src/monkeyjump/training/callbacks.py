@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
-from monkeyjump.tuner.allocation import allocate_ranks
-from monkeyjump.tuner.auxiliary import add_regularizer_gradients
-from monkeyjump.tuner.calibrate import CalibrationReport, centers_initialized, initialize_centers
+from monkeyjump.tuner.training.rank_budget import allocate_ranks
+from monkeyjump.tuner.training.regularizer import add_regularizer_gradients
+from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.model import require_context
-from monkeyjump.tuner.projection import project_gradients
+from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
 from monkeyjump.tuner.trace import staged_load
 
 

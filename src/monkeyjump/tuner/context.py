@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from monkeyjump.routing.granularity import IGNORE
-from monkeyjump.tuner.auxiliary import auxiliary_loss
-from monkeyjump.tuner.block import BlockRouter
-from monkeyjump.tuner.group import BlockGroup
+from monkeyjump.tuner.training.regularizer import auxiliary_loss
+from monkeyjump.tuner.routers.centroid import BlockRouter
+from monkeyjump.tuner.block_list import BlockGroup
 from monkeyjump.tuner.joint import JointRegularizer
-from monkeyjump.tuner.losses import CarriedLoss, RouterLosses
+from monkeyjump.tuner.training.router_losses import CarriedLoss, RouterLosses
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.sharing import Sharing
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.sample import TokenCollector
+    from monkeyjump.tuner.centers.sample import TokenCollector
     from monkeyjump.tuner.trace import RoutingTrace
 
 

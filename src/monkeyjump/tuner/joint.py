@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from monkeyjump.adapters import Adapter
-from monkeyjump.tuner.auxiliary import active_adapters, auxiliary_loss
+from monkeyjump.tuner.training.regularizer import active_adapters, auxiliary_loss
 from monkeyjump.tuner.inputs import recomputed
 
 Place = tuple[Adapter, str]  # where a parameter hangs

@@ -19,9 +19,9 @@ from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.block import BlockRouter
+    from monkeyjump.tuner.routers.centroid import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
-    from monkeyjump.tuner.shared_input import SharedInput
+    from monkeyjump.tuner.fast.shared_inputs import SharedInput
     from monkeyjump.tuner.sharing import Family
 
 UNINITIALIZED = -1  # value of `monkeyjump_step` while the centres wait for `initialize_centers`

@@ -22,14 +22,14 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.ranks import RankSelector
-from monkeyjump.tuner.block import BlockRouter
-from monkeyjump.tuner.calibrate import draw_random_centers
+from monkeyjump.tuner.routers.centroid import BlockRouter
+from monkeyjump.tuner.centers.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
-from monkeyjump.tuner.extras import HeterogeneousRouter
-from monkeyjump.tuner.ffn import FeedForwardExperts, IdleRouter
+from monkeyjump.tuner.routers.moa import HeterogeneousRouter
+from monkeyjump.tuner.routers.mixlora import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.learned import LearnedBlockRouter
-from monkeyjump.tuner.nested import NestedRouter
+from monkeyjump.tuner.routers.learned import LearnedBlockRouter
+from monkeyjump.tuner.routers.more import NestedRouter
 from monkeyjump.tuner.placement import DEFAULT_TARGETS, Block, Placement, place
 
 

@@ -22,7 +22,7 @@ from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
 from monkeyjump.ops.settings import MOST_SEEDS, new_seed
 from monkeyjump.tuner.inputs import in_backward, recomputed
-from monkeyjump.tuner.shared_input import SharedInput
+from monkeyjump.tuner.fast.shared_inputs import SharedInput
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.layer import MonkeyJumpLayer

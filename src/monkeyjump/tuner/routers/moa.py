@@ -18,7 +18,7 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.tuner.extra_placement import Extra
 from monkeyjump.tuner.inputs import hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.learned import LearnedBlockRouter
+from monkeyjump.tuner.routers.learned import LearnedBlockRouter
 from monkeyjump.tuner.placement import Block
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from monkeyjump.adapters import AdaLoraAdapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.tuner.auxiliary import active_adapters
+from monkeyjump.tuner.training.regularizer import active_adapters
 
 
 def rank_budget(step: int, adapters: int, config: MonkeyJumpConfig) -> int:

@@ -25,11 +25,11 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedDecision
 from monkeyjump.tuner.inputs import hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.learned import BLOCK, LearnedBlockRouter
+from monkeyjump.tuner.routers.learned import BLOCK, LearnedBlockRouter
 from monkeyjump.tuner.placement import Block
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.group import BlockGroup
+    from monkeyjump.tuner.block_list import BlockGroup
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import nn
 
 from monkeyjump.adapters import LoraFaAdapter
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.tuner.auxiliary import active_adapters
+from monkeyjump.tuner.training.regularizer import active_adapters
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from monkeyjump.tuner.inputs import expanded_rows, real_tokens
 from monkeyjump.tuner.layer import UNINITIALIZED, MonkeyJumpLayer
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.block import BlockRouter
+    from monkeyjump.tuner.routers.centroid import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
 
 ARGUMENTS = (

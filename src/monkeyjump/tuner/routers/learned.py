@@ -20,14 +20,14 @@ from monkeyjump.ops.settings import GateColumns
 from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
 from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
 from monkeyjump.routing.router import uniform_gates
-from monkeyjump.tuner.block import REMEMBERED, BlockRouter
+from monkeyjump.tuner.routers.centroid import REMEMBERED, BlockRouter
 from monkeyjump.tuner.inputs import hidden_states, in_backward
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.losses import Statement
+from monkeyjump.tuner.training.router_losses import Statement
 from monkeyjump.tuner.placement import Block
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.group import BlockGroup
+    from monkeyjump.tuner.block_list import BlockGroup
 
 BLOCK = -1  # stands for a position where a router serves all projections of its block
 

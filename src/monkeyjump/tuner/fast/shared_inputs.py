@@ -16,7 +16,7 @@ from monkeyjump.tuner.inputs import in_backward
 if TYPE_CHECKING:
     from monkeyjump.ops.grouped import Frozen
     from monkeyjump.tuner.layer import MonkeyJumpLayer
-    from monkeyjump.tuner.packing import Packed
+    from monkeyjump.tuner.fast.packed_weights import Packed
     from monkeyjump.tuner.sharing import Family
 
 
@@ -130,7 +130,7 @@ class SharedInput:
         if self._packed is not None and not self._packed.intact():
             self._packed, self.family.packs = None, False  # somebody moves the weights: leave them alone
         if self._packed is None and self.family.packs and len(self.members) > 1:
-            from monkeyjump.tuner.packing import Packed, managed
+            from monkeyjump.tuner.fast.packed_weights import Packed, managed
 
             linears: list[Any] = [member.base_layer for member in self.members]
             if Packed.possible(linears):

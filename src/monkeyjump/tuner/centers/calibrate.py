@@ -15,10 +15,10 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops import reference as ops
 from monkeyjump.routing.kmeans import spherical_kmeans
-from monkeyjump.tuner.sample import TokenCollector, collect
+from monkeyjump.tuner.centers.sample import TokenCollector, collect
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.block import BlockRouter
+    from monkeyjump.tuner.routers.centroid import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
 
 # Bytes of fp32 states that are clustered together; more blocks at once only save kernel launches.

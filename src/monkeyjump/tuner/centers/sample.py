@@ -20,9 +20,9 @@ from monkeyjump.routing.granularity import Selection, pool_rows, select
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.block import BlockRouter
+    from monkeyjump.tuner.routers.centroid import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
-    from monkeyjump.tuner.group import BlockGroup
+    from monkeyjump.tuner.block_list import BlockGroup
 
 # How many real tokens are read for each one that is kept: the sample then spreads over that many more sequences.
 OVERSAMPLE = 4

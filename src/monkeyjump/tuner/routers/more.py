@@ -21,9 +21,9 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.granularity import row_weights
 from monkeyjump.routing.ranks import RankSelector
-from monkeyjump.tuner.block import REMEMBERED
+from monkeyjump.tuner.routers.centroid import REMEMBERED
 from monkeyjump.tuner.inputs import expanded_rows
-from monkeyjump.tuner.learned import LearnedBlockRouter
+from monkeyjump.tuner.routers.learned import LearnedBlockRouter
 
 
 @dataclass

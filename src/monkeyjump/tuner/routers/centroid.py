@@ -19,7 +19,7 @@ from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.group import BlockGroup
+    from monkeyjump.tuner.block_list import BlockGroup
 
 REMEMBERED = 8  # training forwards a block keeps the gates of, for recomputation in a later backward
 
