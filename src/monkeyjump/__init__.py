@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from monkeyjump.config import MonkeyJumpConfig
     from monkeyjump.errors import ConfigError
     from monkeyjump.training.callbacks import MonkeyJumpCallback
-    from monkeyjump.tuner.training.rank_budget import allocate_ranks
     from monkeyjump.tuner.centers.calibrate import initialize_centers
     from monkeyjump.tuner.count import count_parameters
-    from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
-    from monkeyjump.tuner.from_lora import route
+    from monkeyjump.tuner.from_lora import from_lora, route
     from monkeyjump.tuner.trace import record_routing
+    from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
+    from monkeyjump.tuner.training.rank_budget import allocate_ranks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "MonkeyJumpConfig",
     "allocate_ranks",
     "count_parameters",
+    "from_lora",
     "initialize_centers",
     "methods",
     "project_gradients",
@@ -39,13 +40,14 @@ _HOMES = {
     "ConfigError": "errors",
     "MonkeyJumpCallback": "training.callbacks",
     "MonkeyJumpConfig": "config",
-    "allocate_ranks": "tuner.allocation",
+    "allocate_ranks": "tuner.training.rank_budget",
     "count_parameters": "tuner.count",
-    "initialize_centers": "tuner.calibrate",
+    "from_lora": "tuner.from_lora",
+    "initialize_centers": "tuner.centers.calibrate",
     "methods": "methods",
-    "project_gradients": "tuner.projection",
+    "project_gradients": "tuner.training.lora_fa_gradient",
     "record_routing": "tuner.trace",
-    "route": "tuner.route_existing",
+    "route": "tuner.from_lora",
 }
 
 

@@ -19,7 +19,7 @@ from monkeyjump.bench.init import InitRun, InitSettings
 from monkeyjump.bench.variants import Workload, build, method_config
 from monkeyjump.cli.bench import KINDS
 from monkeyjump.cli.main import main
-from monkeyjump.tuner import calibrate
+from monkeyjump.tuner.centers import calibrate
 from tests.helpers import COMPILING
 
 pytestmark = COMPILING

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 
 import monkeyjump as mj
-from monkeyjump.tuner import calibrate
+from monkeyjump.tuner.centers import calibrate
 from tests.helpers import adapted, assert_same, centers, padded, routing_state, tiny_llama, token_ids
 
 LENGTHS = (5, 9, 7)

@@ -17,7 +17,7 @@ from tests.helpers import layers_of
 from tests.tuner.sharing_models import CLOSE, always_on, assert_torch_agrees, batch, logits
 
 pytest.importorskip("triton")
-from monkeyjump.tuner.fast.packed_weights import Packed
+from monkeyjump.tuner.fast.packed_weights import PackedWeights
 
 
 @pytest.fixture(autouse=True)
@@ -117,22 +117,22 @@ def linears(*kinds: dict[str, Any]) -> list[nn.Linear]:
 
 def test_only_what_is_alike_frozen_and_alone_is_packed() -> None:
     plain: dict[str, Any] = {}
-    assert Packed.possible(linears(plain, plain))
-    assert not Packed.possible(linears(plain, {"bias": False}))
-    assert not Packed.possible(linears(plain, {"dtype": torch.float64}))
+    assert PackedWeights.possible(linears(plain, plain))
+    assert not PackedWeights.possible(linears(plain, {"bias": False}))
+    assert not PackedWeights.possible(linears(plain, {"dtype": torch.float64}))
     trained = linears(plain, plain)
     trained[1].weight.requires_grad_()
-    assert not Packed.possible(trained)
+    assert not PackedWeights.possible(trained)
     views = linears(plain, plain)
     views[0].weight.data = torch.zeros(9, 4)[2:5]
-    assert not Packed.possible(views)
+    assert not PackedWeights.possible(views)
 
 
 def test_biases_lie_together_too() -> None:
     pair = linears({}, {})
     x = torch.randn(2, 4)
     expected = torch.cat([linear(x) for linear in pair], 1)
-    packed = Packed(pair)
+    packed = PackedWeights(pair)
     weight, bias = packed.frozen.weights[0], packed.frozen.biases[0]
     assert torch.equal(nn.functional.linear(x, weight, bias), expected)
     assert packed.intact()

@@ -41,14 +41,17 @@ def run_model(built: Built, batch: Batch) -> None:
 
 def run_blocks(built: Built, batch: Batch) -> None:
     """Forward and backward of the decoder, under a given upstream gradient; the losses of routers take part."""
+    call = None
     if built.context is not None:
         # what the hooks of the causal LM, which is not called here, would do
         built.context.losses.clear()
-        built.context.task_ids = built.task_ids
-        if built.context.regularized:
-            built.context.join_regularizer(built.causal_lm)
+        call = built.context.open()
+        call.task_ids = built.task_ids
+        built.context.shared_inputs.draw_seeds(call)
     ends = [built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state]
     ends += _routing_losses(built)
+    if built.context is not None and call is not None:
+        built.context.close(call)
     torch.autograd.backward(ends, [batch.upstream, *(None for _ in ends[1:])])
 
 
@@ -56,5 +59,4 @@ def _routing_losses(built: Built) -> list[torch.Tensor]:
     if built.context is None:
         return []
     losses = [built.context.losses.take(), built.context.regularizer(built.causal_lm)]
-    built.context.release_regularizer()
     return [loss for loss in losses if loss is not None]

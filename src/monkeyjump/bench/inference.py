@@ -113,7 +113,7 @@ class InferenceRun:
         compiling.allow_graphs(len(blocks))
         start, before = time.perf_counter(), compiling.graphs()
         if self.built.context is not None:
-            self.built.context.sharing.prepare()
+            self.built.context.shared_inputs.prepare()
         call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=self.settings.backend)
         if self.settings.compile == "model":
             self.compiled = [(self.model, partial(call, self.model))]

@@ -16,7 +16,7 @@ from monkeyjump.bench.jobs import Row
 from monkeyjump.bench.report import Table
 from monkeyjump.bench.variants import Workload, build, plain_model
 from monkeyjump.errors import ConfigError
-from monkeyjump.tuner import calibrate
+from monkeyjump.tuner.centers import calibrate
 from monkeyjump.tuner.centers.sample import OVERSAMPLE
 
 PHASES = ("forwards", "reading", "kmeans", "total")

@@ -164,7 +164,7 @@ class StepRun:
         compiling.allow_graphs(len(decoder.layers))
         start, before = time.perf_counter(), compiling.graphs()
         if self.built.context is not None:
-            self.built.context.sharing.prepare()
+            self.built.context.shared_inputs.prepare()
         call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=settings.backend)
         for part in list(decoder.layers) if settings.compile == "blocks" else [decoder]:
             self.compiled.append((part, partial(call, part)))

@@ -1,4 +1,4 @@
-"""The blocks of one list: sees the 2-D mask, commits the staged statistics, opens the next staging."""
+"""The blocks of one list: opens a call where they are entered, moves the centres, keeps the decisions of a prompt."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.ema import committed
-from monkeyjump.routing.granularity import CallInputs, Selection, packed_mask, segments_of, select
-from monkeyjump.tuner.inputs import expanded_rows, real_tokens
+from monkeyjump.tuner.call import BlocksCall, Decisions, ModelCall, calls_of, running
+from monkeyjump.tuner.centers.schedule import Schedule
 from monkeyjump.tuner.layer import UNINITIALIZED, MonkeyJumpLayer
+from monkeyjump.tuner.recomputation import carry_calls, forget_calls, refuse_unknown_recomputation
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.routers.centroid import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
+    from monkeyjump.tuner.routers.base import BlockRouter
 
 ARGUMENTS = (
     "input_ids",
@@ -31,26 +31,27 @@ ARGUMENTS = (
 KEPT = "monkeyjump_decisions"  # attribute of a KV cache: the sequence decisions its entries were made with
 
 
-class BlockGroup:
-    """The blocks of one ModuleList and the state they share during a forward."""
+class BlockList:
+    """The blocks of one ModuleList and the model that runs them."""
 
-    def __init__(self, context: RoutingContext, owner: nn.Module) -> None:
+    def __init__(self, context: RoutingContext, owner: nn.Module, path: str) -> None:
         self.context = context
+        self.owner = owner
+        self.path = path
+        self.holders: list[nn.Module] = []  # the lists themselves and the modules around them
         self.routers: dict[str, BlockRouter] = {}
-        self.staging = False  # open between the start and the end of a training forward, closed in recomputation
-        self.arguments: dict[str, Any] = {}
-        self.selections: dict[str, Selection] = {}
-        self.masks: dict[tuple[int, int], torch.Tensor | None] = {}
-        self.kept: dict[tuple[str, str], torch.Tensor] | None = None  # decisions that came with the KV cache
-        self.fresh: dict[tuple[str, str], torch.Tensor] = {}  # decisions of this forward
-        self.task_ids: torch.Tensor | None = None
         self.initialized: set[str] = set()
         self.told: set[str] = set()  # adapters that have said how they do without task ids
+        self.schedule = Schedule()
         self._parameters = list(inspect.signature(owner.forward).parameters)
         self._handles = [
             owner.register_forward_pre_hook(self.before, with_kwargs=True),
             owner.register_forward_hook(self.after, with_kwargs=True),
+            owner.register_forward_hook(self.close, always_call=True),
         ]
+
+    def hold(self, *holders: nn.Module) -> None:
+        self.holders += [holder for holder in holders if not any(holder is other for other in self.holders)]
 
     def layers(self, adapter_name: str) -> list[MonkeyJumpLayer]:
         """The routed projections of all blocks, in order."""
@@ -63,89 +64,92 @@ class BlockGroup:
                 names.setdefault(name, router.configs[name])
         return names
 
+    def checkpointing(self) -> list[nn.Module]:
+        """The modules that may checkpoint blocks."""
+        return [self.owner, *self.holders, *(block for holder in self.holders for block in holder.children())]
+
+    def remove(self) -> None:
+        forget_calls(self.checkpointing())
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.selections, self.masks, self.fresh, self.kept, self.staging = {}, {}, {}, None, False
-        active = self.active()
-        if not active and self.context.collector is None:
+        blocks = self.open()
+        blocks.staging = module.training and torch.is_grad_enabled()
+        if blocks.staging:
+            refuse_unknown_recomputation(self.path)
+            self.context.shared_inputs.draw_seeds(blocks.call)
+            if not torch.compiler.is_compiling():
+                carry_calls(self.checkpointing())
+        active, collector = self.active(), self.context.collector
+        if not active and collector is None:
             return
-        self.arguments = {name: self._argument(name, args, kwargs) for name in ARGUMENTS}
-        collector = self.context.collector
-        self.arguments["labels"] = self.context.labels if collector is None else collector.labels
-        self.arguments["prompt_lengths"] = self.context.prompt_lengths
-        self.task_ids = self.context.task_ids
-        self.staging = module.training and torch.is_grad_enabled()
-        if self.staging and not torch.compiler.is_compiling():
-            self.context.sharing.draw(module)
-        self.kept = self._kept_decisions(self.arguments["past_key_values"])
+        blocks.arguments = {name: self._argument(name, args, kwargs) for name in ARGUMENTS}
+        blocks.arguments["labels"] = blocks.call.labels if collector is None else collector.labels
+        tokens = blocks.arguments["input_ids"]
+        tokens = blocks.arguments["inputs_embeds"] if tokens is None else tokens
+        deciding = [name for name, config in active.items() if _decides_for_rows(config, blocks.call)]
+        if deciding:
+            width = None if tokens is None else int(tokens.shape[1])
+            blocks.kept = self._kept_decisions(blocks, width, deciding[0])
         for name, config in active.items():
             if config.uses_centers:
-                self._require_centers(name, config)
-                if self.staging:
-                    self._commit(name, config)
-        tokens = (
-            self.arguments["input_ids"] if self.arguments["input_ids"] is not None else self.arguments["inputs_embeds"]
-        )
+                self._require_centers(name, config, blocks.staging)
+                if blocks.staging and self.schedule.begin(name, config, self.layers(name), self.context):
+                    blocks.statistics = True
+        blocks.commits = self.schedule.commits
         if tokens is not None and collector is None:
-            for name, config in active.items():
-                self._select(name, config, tokens.shape[:2], tokens.device)
+            self._look_ahead(blocks, active, (int(tokens.shape[0]), int(tokens.shape[1])), tokens.device)
+
+    def open(self) -> BlocksCall:
+        """A call of these blocks inside the model's, or in one of its own where the blocks are entered directly."""
+        call = calls_of(self.context)
+        if call is None:
+            call = self.context.open()
+        here = running()
+        nested = here.blocks is not None and here.blocks.call is call and here.blocks.blocks is not self
+        outer = here.blocks if nested else None
+        here.blocks = BlocksCall(call, self, outer=outer, traced=torch.compiler.is_compiling())
+        return here.blocks
+
+    def close(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Runs after a forward that raises, too: what it staged is let go."""
+        blocks = running().blocks
+        if blocks is None or blocks.blocks is not self:
+            return
+        running().blocks = blocks.outer
+        if not blocks.call.entered and not blocks.call.wrapped and running().blocks is None:
+            self.context.close(blocks.call)  # the blocks were entered directly and had opened it
+        if blocks.staging and not torch.compiler.is_compiling():
+            for name in self.active():
+                self.schedule.abandon(name, self.layers(name))
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if self.staging:
-            self._reduce_staged()
-            self.staging = False
-        if self.fresh and self.kept is None:
+        """Runs after a forward that has finished."""
+        blocks = running().blocks
+        if blocks is None or blocks.blocks is not self:
+            return
+        if blocks.staging:
+            for adapter, tokens in blocks.counted:
+                adapter.count_tokens(tokens)
+            for name, config in self.active().items():
+                if config.uses_centers:
+                    self.schedule.finish(name, self.layers(name), blocks.statistics)
+        if blocks.fresh and blocks.kept is None:
             cache = getattr(output, "past_key_values", None)
             if cache is not None:
-                setattr(cache, KEPT, (self.context.generation, self.fresh))
-        self.fresh = {}
+                setattr(cache, KEPT, (blocks.call.generation, blocks.fresh))
 
-    def selection(self, adapter_name: str, config: MonkeyJumpConfig, h: torch.Tensor) -> Selection:
-        if adapter_name not in self.selections:
-            self._select(adapter_name, config, h.shape[:2], h.device)
-        return self.selections[adapter_name]
-
-    def mask(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor | None:
-        """The real tokens of this forward, [B, T]; None = all."""
-        if shape not in self.masks:
-            mask = self.call_inputs(shape, device).mask
-            self.masks[shape] = None if mask is None else mask.to(device)
-        return self.masks[shape]
-
-    def call_inputs(self, shape: tuple[int, int], device: torch.device) -> CallInputs:
-        """The arguments of this forward in the form that selection understands."""
-        mask = real_tokens(self.arguments.get("attention_mask"), shape)
-        seq_idx, positions = self.arguments.get("seq_idx"), self.arguments.get("position_ids")
-        if mask is not None or self.arguments.get("past_key_values") is not None or self.context.generated_from:
-            positions = None  # they tell of packing only where Transformers reads them so: no mask, no cache
-        segments = segments_of(positions, seq_idx)
-        if segments is not None and segments.shape != shape:
-            segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
-        packed = packed_mask(seq_idx) if segments is not None else None
-        if packed is not None:
-            mask = packed if mask is None else mask & packed
-        labels, lengths = self.arguments.get("labels"), self.arguments.get("prompt_lengths")
-        has_answers = self.context.causal and (labels is None or labels.shape == shape)
-        per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])
-        return CallInputs(
-            shape=shape,
-            device=device,
-            mask=mask,
-            labels=labels if has_answers else None,
-            prompt_lengths=expanded_rows(lengths, shape[0]) if lengths is not None and per_row else None,
-            segments=segments,
-            generated_from=1 if self._in_decoder() else self.context.generated_from,
-            training=self.staging and has_answers,
-        )
-
-    def _in_decoder(self) -> bool:
-        """Whether these blocks decode what an encoder read: all but their first token is the answer."""
-        return self.context.encoder_decoder and self.arguments.get("encoder_hidden_states") is not None
-
-    def _select(self, adapter_name: str, config: MonkeyJumpConfig, shape: Any, device: torch.device) -> None:
-        if not config.uses_centers or (config.granularity == "sequence" and self.kept is not None):
-            return
-        inputs = self.call_inputs((int(shape[0]), int(shape[1])), device)
-        self.selections[adapter_name] = select(inputs, config.granularity, config.sequence_token)
+    def _look_ahead(
+        self, blocks: BlocksCall, active: dict[str, MonkeyJumpConfig], shape: tuple[int, int], device: torch.device
+    ) -> None:
+        """Make what all blocks ask for, here: a compiled block only looks it up."""
+        for name, config in active.items():
+            if config.uses_centers and not (config.granularity == "sequence" and blocks.kept is not None):
+                blocks.selection(name, config, shape, device)
+            if not config.uses_centers and (blocks.staging or self.context.trace is not None):
+                blocks.real_tokens(shape, device)
 
     def _argument(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
@@ -153,16 +157,42 @@ class BlockGroup:
         position = self._parameters.index(name) if name in self._parameters else len(args)
         return args[position] if position < len(args) else None
 
-    def _kept_decisions(self, cache: Any) -> dict[tuple[str, str], torch.Tensor] | None:
-        """The decisions the cached keys and values were made with; None for a new prompt."""
-        kept = getattr(cache, KEPT, None)
-        if kept is None:
-            return None
-        if torch.compiler.is_compiling():  # the prefill settled it; a counter in a guard would recompile every time
-            return kept[1]
-        return None if kept[0] != self.context.generation or int(cache.get_seq_length()) == 0 else kept[1]
+    def _kept_decisions(self, blocks: BlocksCall, width: int | None, adapter_name: str) -> Decisions | None:
+        """The decisions that the cached keys and values were made with; None for a new prompt.
 
-    def _require_centers(self, name: str, config: MonkeyJumpConfig) -> None:
+        A decision is made at the end of the whole prompt. Where only a part of it is here, or an earlier decision is in
+        the cache, no forward gives what one prefill would: that is refused.
+        """
+        cache, generation = blocks.arguments["past_key_values"], blocks.call.generation
+        kept = getattr(cache, KEPT, None)
+        if torch.compiler.is_compiling():  # the prefill settled it; a counter in a guard would recompile every time
+            return None if kept is None else kept[1]
+        past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        prompt = None if generation is None else generation.prompt_width
+        if past == 0:
+            if prompt is not None and width is not None and width < prompt:
+                raise self._refusal(adapter_name, f"a prompt of {prompt} tokens comes in parts (prefill_chunk_size)")
+            return None
+        if kept is None:
+            raise self._refusal(adapter_name, f"the cache holds {past} tokens of a forward without that decision")
+        if generation is None and width == 1:
+            return kept[1]
+        if generation is None:
+            raise self._refusal(adapter_name, f"{width} tokens follow a cache of {past}: they may belong to the prompt")
+        if kept[0] is not generation:
+            raise self._refusal(adapter_name, f"the cache of {past} tokens was made for an earlier prompt")
+        if prompt is not None and past < prompt:
+            raise self._refusal(adapter_name, f"a prompt of {prompt} tokens comes in parts (prefill_chunk_size)")
+        return kept[1]
+
+    @staticmethod
+    def _refusal(adapter_name: str, reason: str) -> ConfigError:
+        return ConfigError(
+            f"adapter {adapter_name!r} routes whole sequences by the end of the prompt, but {reason}: give the whole "
+            "prompt, or the whole conversation, in one forward without past_key_values, or use granularity='token'."
+        )
+
+    def _require_centers(self, name: str, config: MonkeyJumpConfig, staging: bool) -> None:
         if name in self.initialized or torch.compiler.is_compiling():
             return
         if int(self.layers(name)[0].monkeyjump_step[name]) != UNINITIALIZED:
@@ -173,50 +203,15 @@ class BlockGroup:
                     "checkpoint it was loaded from is incomplete; save it again, or call initialize_centers."
                 )
             self.initialized.add(name)
-        elif self.staging or config.inference_mode:
+        elif staging or config.inference_mode:
             raise ConfigError(
                 f"the centres of adapter {name!r} are not initialised (center_init={config.center_init!r}): call "
                 "monkeyjump.initialize_centers(model, dataloader) before training, or give the Trainer a "
                 "MonkeyJumpCallback()."
             )
 
-    def _commit(self, name: str, config: MonkeyJumpConfig) -> None:
-        """Move the centres by what the previous training forward staged, and count this one."""
-        for layers in _alike(self.layers(name), name):
-            centers = [layer.monkeyjump_center[name] for layer in layers]
-            new = committed(
-                torch.stack(centers),
-                torch.stack([layer.monkeyjump_staged_sum[name] for layer in layers]),
-                torch.stack([layer.monkeyjump_staged_count[name] for layer in layers]),
-                layers[0].monkeyjump_step[name],
-                config,
-            )
-            with torch.no_grad():
-                torch._foreach_copy_(centers, list(new.unbind()))
-                torch._foreach_add_([layer.monkeyjump_step[name] for layer in layers], 1)
 
-    def _reduce_staged(self) -> None:
-        """Make the staged statistics those of the whole data-parallel batch, on every rank."""
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-            return
-        for name, config in self.active().items():
-            if not config.uses_centers:
-                continue
-            for layers in _alike(self.layers(name), name):
-                sums = [layer.monkeyjump_staged_sum[name] for layer in layers]
-                counts = [layer.monkeyjump_staged_count[name] for layer in layers]
-                flat = torch.cat([torch.stack(sums).flatten(), torch.stack(counts)])
-                distributed.all_reduce(flat)
-                with torch.no_grad():
-                    torch._foreach_copy_(sums, list(flat[: -len(layers)].view(len(layers), -1).unbind()))
-                    torch._foreach_copy_(counts, list(flat[-len(layers) :].unbind()))
-
-
-def _alike(layers: list[MonkeyJumpLayer], name: str) -> list[list[MonkeyJumpLayer]]:
-    """Group layers whose centres can be stacked (same width, same device)."""
-    groups: dict[tuple, list[MonkeyJumpLayer]] = {}
-    for layer in layers:
-        center = layer.monkeyjump_center[name]
-        groups.setdefault((center.shape[0], center.device), []).append(layer)
-    return list(groups.values())
+def _decides_for_rows(config: MonkeyJumpConfig, call: ModelCall) -> bool:
+    """Whether an adapter decides once for a whole row, by its prompt."""
+    by_prompt = config.placement == "nested" and call.task_ids is None
+    return by_prompt or (config.uses_centers and config.granularity == "sequence")

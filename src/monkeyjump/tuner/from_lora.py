@@ -52,7 +52,7 @@ class LoraFacts:
     dropout: float
 
 
-def route(
+def from_lora(
     model: PeftModel,
     adapter_name: str | None = None,
     *,
@@ -252,3 +252,6 @@ def _fill(base: nn.Module, name: str, chosen: dict[str, LoraLayer], replaced: di
         if isinstance(head, ModulesToSaveWrapper) and name in head.modules_to_save:
             target: Any = base.get_submodule(path)
             target.modules_to_save[name].load_state_dict(head.modules_to_save[name].state_dict())
+
+
+route = from_lora  # the name it had before

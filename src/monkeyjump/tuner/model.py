@@ -22,15 +22,17 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.ranks import RankSelector
-from monkeyjump.tuner.routers.centroid import BlockRouter
 from monkeyjump.tuner.centers.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
-from monkeyjump.tuner.routers.moa import HeterogeneousRouter
-from monkeyjump.tuner.routers.mixlora import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.routers.learned import LearnedBlockRouter
-from monkeyjump.tuner.routers.more import NestedRouter
+from monkeyjump.tuner.module_paths import block_of, owner_of
 from monkeyjump.tuner.placement import DEFAULT_TARGETS, Block, Placement, place
+from monkeyjump.tuner.routers.base import BlockRouter
+from monkeyjump.tuner.routers.centroid import CentroidRouter
+from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
+from monkeyjump.tuner.routers.mixlora import FeedForwardExperts, IdleRouter
+from monkeyjump.tuner.routers.moa import MoaRouter
+from monkeyjump.tuner.routers.more import MoreRouter
 
 
 class MonkeyJumpModel(BaseTuner):
@@ -100,6 +102,14 @@ class MonkeyJumpModel(BaseTuner):
             layers = [model.get_submodule(path) for path in block.routed or (block.host,)]
             router = self.routing.router(model, block, router_class(config, block))
             router.add(adapter_name, config, block, layers)  # type: ignore[arg-type]
+        modules = dict(model.named_modules())
+        homes = {block_of(path, modules) for path in placement.targets}
+        for home in sorted(home for home in homes if home is not None):
+            holder = home.rpartition(".")[0]
+            blocks = self.routing.block_list(model, owner_of(home, modules))
+            blocks.hold(modules[holder], modules[holder.rpartition(".")[0]])
+        adapted = [module for module in modules.values() if isinstance(module, MonkeyJumpLayer)]
+        self.routing.shared_inputs.plan(adapter_name, [m for m in adapted if adapter_name in m.monkeyjump_adapter])
         if ADAPTERS.get(config.adapter).auxiliary_loss is not Adapter.auxiliary_loss:
             self.routing.regularized = True
         if (
@@ -158,14 +168,14 @@ class MonkeyJumpModel(BaseTuner):
 def router_class(config: MonkeyJumpConfig, block: Block) -> type[BlockRouter]:
     """What turns the states that enter a block into gates."""
     if config.placement == "nested":
-        return NestedRouter
+        return MoreRouter
     if block.extras:
-        return HeterogeneousRouter
+        return MoaRouter
     if config.placement == "ffn":
         return FeedForwardExperts if block.routed else IdleRouter
     if config.placement == "projection" or config.learns_router:
-        return LearnedBlockRouter
-    return BlockRouter
+        return LearnedRouterOfBlock
+    return CentroidRouter
 
 
 def find_context(model: nn.Module) -> RoutingContext | None:

@@ -18,8 +18,8 @@ from monkeyjump.routing.kmeans import spherical_kmeans
 from monkeyjump.tuner.centers.sample import TokenCollector, collect
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.routers.centroid import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
+    from monkeyjump.tuner.routers.base import BlockRouter
 
 # Bytes of fp32 states that are clustered together; more blocks at once only save kernel launches.
 CLUSTERED_AT_ONCE = 2**30
@@ -101,7 +101,7 @@ def centers_initialized(model: nn.Module, adapter_name: str) -> bool:
     """Whether an adapter's centres are in place (an adapter that routes by task, or not at all, needs none)."""
     from monkeyjump.tuner.model import require_context
 
-    layers = [layer for group in require_context(model).groups.values() for layer in group.layers(adapter_name)]
+    layers = [layer for blocks in require_context(model).lists.values() for layer in blocks.layers(adapter_name)]
     return all(
         int(layer.monkeyjump_step[adapter_name]) >= 0 for layer in layers if adapter_name in layer.monkeyjump_step
     )
@@ -127,7 +127,7 @@ def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> torch.
 def _adapter_to_initialize(context: RoutingContext, adapter_name: str | None) -> tuple[str, MonkeyJumpConfig]:
     known = {name: config for router in context.routers() for name, config in router.configs.items()}
     if adapter_name is None:
-        active = {name for group in context.groups.values() for name in group.active()}
+        active = {name for blocks in context.lists.values() for name in blocks.active()}
         adapter_name = next((name for name in known if name in active), next(iter(known), None))
     if adapter_name not in known:
         raise ConfigError(
@@ -233,7 +233,7 @@ def _set_centers(router: BlockRouter, name: str, centers: torch.Tensor, mean: to
         layer.monkeyjump_staged_sum[name].zero_()
         layer.monkeyjump_staged_count[name].zero_()
         layer.monkeyjump_step[name].zero_()
-    router.group.initialized.add(name)
+    router.blocks.initialized.add(name)
 
 
 def _same_on_all_ranks(tensor: torch.Tensor) -> torch.Tensor:

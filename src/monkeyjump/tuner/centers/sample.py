@@ -20,9 +20,10 @@ from monkeyjump.routing.granularity import Selection, pool_rows, select
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.routers.centroid import BlockRouter
+    from monkeyjump.tuner.block_list import BlockList
+    from monkeyjump.tuner.call import BlocksCall
     from monkeyjump.tuner.context import RoutingContext
-    from monkeyjump.tuner.block_list import BlockGroup
+    from monkeyjump.tuner.routers.base import BlockRouter
 
 # How many real tokens are read for each one that is kept: the sample then spreads over that many more sequences.
 OVERSAMPLE = 4
@@ -87,12 +88,12 @@ class TokenCollector:
         self._picks = {}
         self._placed = {}
 
-    def observe(self, router: BlockRouter, h: torch.Tensor) -> None:
+    def observe(self, router: BlockRouter, h: torch.Tensor, call: BlocksCall) -> None:
         if self.adapter_name not in router.layers:
             return
-        placed = self._place(router.group, h)
+        placed = self._place(router.blocks, h, call)
         if router.path not in self.tokens:
-            self._allocate(router.group, h, h.dtype if placed.selection.pool is None else torch.float32)
+            self._allocate(router.blocks, h, h.dtype if placed.selection.pool is None else torch.float32)
         if placed.rows.shape[0] == 0:
             return
         if placed.selection.pool is not None:
@@ -102,26 +103,26 @@ class TokenCollector:
         # without a copy where the sample lies beside the model: the slots are there already
         store.index_copy_(0, placed.slots.to(store.device), states.to(store.device))
 
-    def _place(self, group: BlockGroup, h: torch.Tensor) -> _Placed:
+    def _place(self, blocks: BlockList, h: torch.Tensor, call: BlocksCall) -> _Placed:
         """Selection and picks are those of the batch: blocks after the first of a group on a device look them up."""
         shape = (h.shape[0], h.shape[1])
-        key = (id(group), shape, h.device)
+        key = (id(blocks), shape, h.device)
         if key not in self._placed:
-            selection = select(group.call_inputs(shape, h.device), self.config.granularity, self.config.sequence_token)
-            if id(group) not in self._picks:
+            selection = select(call.inputs(shape, h.device), self.config.granularity, self.config.sequence_token)
+            if id(blocks) not in self._picks:
                 total = shape[0] if selection.pool is not None else shape[0] * shape[1]
-                self._picks[id(group)] = self._pick(group, selection.queries, total)
-            rows, slots = self._picks[id(group)]
+                self._picks[id(blocks)] = self._pick(blocks, selection.queries, total)
+            rows, slots = self._picks[id(blocks)]
             self._placed[key] = _Placed(selection, _sent(rows, h.device), _sent(slots, h.device))
         return self._placed[key]
 
     def sample(self, router: BlockRouter) -> torch.Tensor:
         """The kept states of a block, [N, D]."""
-        return self.tokens[router.path][: len(self.reservoirs[id(router.group)])]
+        return self.tokens[router.path][: len(self.reservoirs[id(router.blocks)])]
 
-    def _allocate(self, group: BlockGroup, h: torch.Tensor, dtype: torch.dtype) -> None:
+    def _allocate(self, blocks: BlockList, h: torch.Tensor, dtype: torch.dtype) -> None:
         """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time."""
-        paths = [path for path, router in group.routers.items() if self.adapter_name in router.layers]
+        paths = [router.path for router in blocks.routers.values() if self.adapter_name in router.layers]
         shape = (len(paths), self.capacity, h.shape[-1])
         store = torch.zeros(shape, dtype=dtype, device=_storage_device(shape, h.device, dtype))
         self.tokens.update(zip(paths, store, strict=True))
@@ -129,8 +130,8 @@ class TokenCollector:
     def full(self) -> bool:
         return bool(self.reservoirs) and all(r.seen >= OVERSAMPLE * self.capacity for r in self.reservoirs.values())
 
-    def _pick(self, group: BlockGroup, queries: torch.Tensor | None, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        reservoir = self.reservoirs.setdefault(id(group), Reservoir(self.capacity, self.seed))
+    def _pick(self, blocks: BlockList, queries: torch.Tensor | None, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        reservoir = self.reservoirs.setdefault(id(blocks), Reservoir(self.capacity, self.seed))
         candidates = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
         entering, slots = reservoir.offer(candidates.shape[0])
         return candidates[entering], slots

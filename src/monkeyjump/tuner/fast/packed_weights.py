@@ -18,7 +18,7 @@ from torch import nn
 from monkeyjump.ops.grouped import Frozen
 
 
-class Packed:
+class PackedWeights:
     """The common weight [sum of O, D] and bias [sum of O] of some linears."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:

@@ -1,7 +1,7 @@
 """Learned routers in a block, and experts on each projection: gates that carry gradients.
 
 Unlike centroid gates these are made again in a recomputation, by the same operations, so that both passes save the same
-tensors; only the mask of the forward is remembered.
+tensors.
 
 Shapes: B batch, T tokens, D hidden width, E gates.
 """
@@ -20,36 +20,33 @@ from monkeyjump.ops.settings import GateColumns
 from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
 from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
 from monkeyjump.routing.router import uniform_gates
-from monkeyjump.tuner.routers.centroid import REMEMBERED, BlockRouter
-from monkeyjump.tuner.inputs import hidden_states, in_backward
+from monkeyjump.tuner.call import BlocksCall
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.training.router_losses import Statement
 from monkeyjump.tuner.placement import Block
+from monkeyjump.tuner.routers.base import BlockRouter
+from monkeyjump.tuner.training.router_losses import Statement
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.block_list import BlockGroup
+    from monkeyjump.tuner.block_list import BlockList
 
 BLOCK = -1  # stands for a position where a router serves all projections of its block
 
 
-class LearnedBlockRouter(BlockRouter):
+class LearnedRouterOfBlock(BlockRouter):
     """The gates of one block whose router is trained, or whose projections hold several experts each."""
 
-    def __init__(self, group: BlockGroup, block: Block, module: nn.Module) -> None:
-        super().__init__(group, block, module)
+    def __init__(self, blocks: BlockList, block: Block, module: nn.Module) -> None:
+        super().__init__(blocks, block, module)
         self.module = module
         self.reads_norm = False
         self.experts: dict[str, int] = {}
-        self.mask: torch.Tensor | None = None  # real tokens of the current pass, [B, T]
-        self.masks: dict[int, torch.Tensor | None] = {}
-        self.recomputing = False
         self.statements: dict[tuple[str, int], Statement] = {}  # by adapter name and position: the same in all blocks
 
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
         super().add(adapter_name, config, block, layers)
         self.experts[adapter_name] = block.experts
         for position in range(BLOCK, len(block.names)):
-            statement = self.group.context.losses.statement(adapter_name, self._key_of(adapter_name, position), config)
+            statement = self.blocks.context.losses.statement(adapter_name, self._key_of(adapter_name, position), config)
             self.statements[adapter_name, position] = statement
         if block.norm and not self.reads_norm:
             self.reads_norm = True
@@ -59,35 +56,26 @@ class LearnedBlockRouter(BlockRouter):
     def forget(self, adapter_name: str) -> None:
         for name, position in list(self.statements):
             if name == adapter_name:
-                self.group.context.losses.forget(name, self._key_of(name, position))
+                self.blocks.context.losses.forget(name, self._key_of(name, position))
                 del self.statements[name, position]
         super().forget(adapter_name)
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Where the block is entered: what every pass needs to know, then the decision."""
-        active = self.active()
-        if active:
-            h = hidden_states(args, kwargs, self.path)
-            self.shape = (h.shape[0], h.shape[1])
-            self.recomputing = in_backward()
-            self.decide(active, h, module.training)
-
-    def decide(self, active: list[str], h: torch.Tensor, training: bool) -> None:
-        """Gates of the active adapters for the states h [B, T, D] that enter the block."""
-        self.mask = self._mask_of(h) if training or self.group.context.trace is not None else None
+    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+        wanted = training or self.blocks.context.trace is not None
+        call.mask = call.real_tokens(call.shape, h.device) if wanted else None
         for name in active:
             config = self.configs[name]
             if not config.learns_router:
-                self.gates[name] = uniform_gates(h, self.experts[name], config)
-                self._trace(name, BLOCK, self.gates[name].expand(*self.shape, -1))
+                call.gates[name] = uniform_gates(h, self.experts[name], config)
+                self._trace(name, BLOCK, call.gates[name].expand(*call.shape, -1), call)
             elif not routes_alone(config) and config.router_input == "block":
-                self.gates[name] = self._decide_learned(name, BLOCK, h)
+                call.gates[name] = self._decide_learned(name, BLOCK, h)
 
     def after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         """The gates of routers that read the block's input after its first norm."""
         for name in self.active():
             if self.configs[name].router_input == "norm":
-                self.gates[name] = self._decide_learned(name, BLOCK, output)
+                self.call().gates[name] = self._decide_learned(name, BLOCK, output)
 
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """The gate of the tokens of x: [..., 1] where the projection is one expert, [..., N] where it holds N."""
@@ -112,15 +100,16 @@ class LearnedBlockRouter(BlockRouter):
             columns = LearnedDecision(
                 decision.gates, decision.probabilities.flatten(-2), decision.chosen.flatten(-2), decision.per_token
             )
-            mask = self._fitted_mask(x)
-            self._stage_balance(adapter_name, positions, columns, mask)
+            call = self.call()
+            mask = self._fitted_mask(x, call)
+            self._stage_balance(adapter_name, positions, columns, mask, call)
             for position, chosen in zip(positions, decision.chosen.unbind(-2), strict=True):
-                self._count_tokens(adapter_name, [self.layers[adapter_name][position]], chosen, mask)
+                self._count_tokens(adapter_name, [self.layers[adapter_name][position]], chosen, mask, call)
         experts = decision.gates.shape[-1]
         gates = GateColumns(decision.gates.flatten(-2), tuple(range(0, experts * len(positions), experts)), experts)
-        if self.group.context.trace is not None:
+        if self.blocks.context.trace is not None:
             for position, gate in zip(positions, gates.apart(), strict=True):
-                self._trace(adapter_name, position, gate)
+                self._trace(adapter_name, position, gate, self.call())
         return gates
 
     def observes(self, adapter_name: str) -> bool:
@@ -130,21 +119,21 @@ class LearnedBlockRouter(BlockRouter):
         self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
     ) -> None:
         """Stage the contrastive loss between the experts of one projection."""
-        config, layer = self.configs[adapter_name], self.layers[adapter_name][position]
-        if config.contrastive_weight == 0 or not layer.training or not self._with_gradients(config):
+        config, layer, call = self.configs[adapter_name], self.layers[adapter_name][position], self.call()
+        if config.contrastive_weight == 0 or not layer.training or not self._with_gradients(config, call):
             return
         experts = gate.shape[-1]
         x, base = x.flatten(0, -2), base.flatten(0, -2)
         used = gate.expand(*gate.shape[:1], x.shape[0] // gate.shape[0], -1) if gate.dim() == 3 else gate
         used = used.flatten(0, -2) > 0
-        mask = self._fitted_mask(x)
+        mask = self._fitted_mask(x, call)
         if mask is not None:
             used = used & mask.flatten().unsqueeze(-1)
         picked = sample_tokens(x.shape[0], experts, mask, x.device)
         if picked is not None:
             x, base, used = x[picked], base[picked], used[picked]
         loss = contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
-        if self.group.staging and not self.recomputing:
+        if call.staging:
             self.statements[adapter_name, position].stage_contrastive(loss)
 
     def _decide_learned(self, name: str, position: int, x: torch.Tensor) -> torch.Tensor:
@@ -157,32 +146,54 @@ class LearnedBlockRouter(BlockRouter):
                 f"expects {router.width}: the block list does not carry the model's hidden state."
             )
         decision: LearnedDecision = router(x)
-        if layer.training:
-            mask = self._fitted_mask(x)
-            self._stage_balance(name, [position], decision, mask)
-            self._count_tokens(name, [layer] if routes_alone(config) else self.layers[name], decision.chosen, mask)
-        self._trace(name, position, decision.gates)
+        counted = [layer] if routes_alone(config) else self.layers[name]
+        self._note(name, position, x, decision, counted)
         return decision.gates
+
+    def _note(
+        self, name: str, position: int, x: torch.Tensor, decision: LearnedDecision, counted: list[MonkeyJumpLayer]
+    ) -> None:
+        """What a decision leaves behind: its balance loss, the tokens of its experts, an entry in the trace."""
+        call = self.call()
+        if counted[0].training:
+            mask = self._fitted_mask(x, call)
+            self._stage_balance(name, [position], decision, mask, call)
+            self._count_tokens(name, counted, decision.chosen, mask, call)
+        self._trace(name, position, decision.gates, call)
 
     @torch.no_grad()
     def _count_tokens(
-        self, name: str, layers: list[MonkeyJumpLayer], chosen: torch.Tensor, mask: torch.Tensor | None
+        self,
+        name: str,
+        layers: list[MonkeyJumpLayer],
+        chosen: torch.Tensor,
+        mask: torch.Tensor | None,
+        call: BlocksCall,
     ) -> None:
-        """Tell AdaLoRA's experts how many of the real tokens they get."""
-        if self.configs[name].score_per_token and self.group.staging and not self.recomputing:
+        """Tell AdaLoRA's experts, once the forward has finished, how many of the real tokens they got."""
+        if self.configs[name].score_per_token and call.staging:
             used = chosen.flatten(0, -2)
             real = torch.ones_like(used[:, :1]) if mask is None else mask.flatten().unsqueeze(-1)
             counts = torch.cat([used & real, real], dim=-1).sum(0)
             for layer in layers:
-                layer.monkeyjump_adapter[name].count_tokens(counts)  # type: ignore[operator]
+                adapter: Any = layer.monkeyjump_adapter[name]
+                if torch.compiler.is_compiling():  # a graph that serves all blocks has no list of adapters to add to
+                    adapter.count_tokens(counts)
+                else:
+                    call.counted.append((adapter, counts))
 
     def _stage_balance(
-        self, name: str, positions: Sequence[int], decision: LearnedDecision, mask: torch.Tensor | None
+        self,
+        name: str,
+        positions: Sequence[int],
+        decision: LearnedDecision,
+        mask: torch.Tensor | None,
+        call: BlocksCall,
     ) -> None:
         """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
-        staging, config = self.group.staging and not self.recomputing, self.configs[name]
+        staging, config = call.staging, self.configs[name]
         statements, shape = [self.statements[name, position] for position in positions], (len(positions), -1)
-        if config.aux_loss_weight > 0 and self._with_gradients(config):
+        if config.aux_loss_weight > 0 and self._with_gradients(config, call):
             load, probability = load_and_probability(decision, mask)
             if staging:
                 own = zip(statements, load.view(shape).unbind(), probability.view(shape).unbind(), strict=True)
@@ -194,9 +205,9 @@ class LearnedBlockRouter(BlockRouter):
             for statement, f in zip(statements, load.view(shape).unbind(), strict=True):
                 statement.stage_load(f)
 
-    def _with_gradients(self, config: MonkeyJumpConfig) -> bool:
+    def _with_gradients(self, config: MonkeyJumpConfig, call: BlocksCall) -> bool:
         """Whether a loss on this pass can be trained; reentrant checkpointing hides the first pass from autograd."""
-        if self.group.staging and not self.recomputing and not torch.is_grad_enabled():
+        if call.staging and not torch.is_grad_enabled():
             weights = "aux_loss_weight" if config.aux_loss_weight else "contrastive_weight"
             raise ConfigError(
                 f"{weights}={getattr(config, weights)} needs gradients through the router, which reentrant gradient "
@@ -204,39 +215,24 @@ class LearnedBlockRouter(BlockRouter):
             )
         return torch.is_grad_enabled()
 
-    def _mask_of(self, h: torch.Tensor) -> torch.Tensor | None:
-        """The real tokens of this pass; in a recomputation those of its forward, since another may lie between."""
-        if torch.compiler.is_compiling():
-            return self.group.mask(self.shape, h.device)
-        key = h.data_ptr()
-        if self.recomputing and key in self.masks:
-            return self.masks[key]
-        mask = self.group.mask(self.shape, h.device)
-        if self.group.staging:
-            self.masks.pop(key, None)
-            while len(self.masks) >= REMEMBERED:
-                self.masks.pop(next(iter(self.masks)))
-            self.masks[key] = mask
-        return mask
-
-    def _fitted_mask(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _fitted_mask(self, x: torch.Tensor, call: BlocksCall) -> torch.Tensor | None:
         """The mask in the leading shape of x, which may be flattened."""
-        if self.mask is None or x.shape[:-1] == self.mask.shape:
-            return self.mask
-        tokens = x.shape[:-1].numel()
-        if tokens != self.mask.numel():
+        mask = call.mask
+        if mask is None:
+            return None
+        if x.shape[:-1].numel() != mask.numel():
             raise ConfigError(
-                f"a projection of block {self.path!r} sees {tokens} tokens, but the block was entered by "
-                f"{self.mask.numel()}: which of them are padding is not known; add it to shared_modules."
+                f"a projection of block {self.path!r} sees {x.shape[:-1].numel()} tokens, but the block was entered by "
+                f"{mask.numel()}: which of them are padding is not known; add it to shared_modules."
             )
-        return self.mask.reshape(x.shape[:-1])
+        return mask.reshape(x.shape[:-1]).to(x.device)
 
-    def _trace(self, name: str, position: int, gates: torch.Tensor) -> None:
-        trace = self.group.context.trace
-        if trace is not None and not self.recomputing:
+    def _trace(self, name: str, position: int, gates: torch.Tensor, call: BlocksCall) -> None:
+        trace = self.blocks.context.trace
+        if trace is not None and not call.recomputing:
             own = self.configs[name].placement == "block"
             names = self.names[name] if own else tuple(f"expert {n}" for n in range(gates.shape[-1]))
-            trace.record(self._key_of(name, position), name, names, gates.reshape(*self.shape, -1), self.mask)
+            trace.record(self._key_of(name, position), name, names, gates.reshape(*call.shape, -1), call.mask)
 
     def _key_of(self, name: str, position: int) -> str:
         """How a user names the router. Not for code that is traced: it differs between blocks."""

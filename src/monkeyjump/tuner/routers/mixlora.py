@@ -23,13 +23,14 @@ from torch import nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedDecision
+from monkeyjump.tuner.call import BlocksCall, running
 from monkeyjump.tuner.inputs import hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.routers.learned import BLOCK, LearnedBlockRouter
 from monkeyjump.tuner.placement import Block
+from monkeyjump.tuner.routers.learned import BLOCK, LearnedRouterOfBlock
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.block_list import BlockGroup
+    from monkeyjump.tuner.block_list import BlockList
 
 
 @dataclass
@@ -68,13 +69,12 @@ def close_slots(slots: Slots, output: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class FeedForwardExperts(LearnedBlockRouter):
+class FeedForwardExperts(LearnedRouterOfBlock):
     """The experts of one feed-forward: hooks on it and on its adapted projections, and what they share in one call."""
 
-    def __init__(self, group: BlockGroup, block: Block, module: nn.Module) -> None:
-        super().__init__(group, block, module)
+    def __init__(self, blocks: BlockList, block: Block, module: nn.Module) -> None:
+        super().__init__(blocks, block, module)
         self.feed_forward = block.feed_forward
-        self.slots: Slots | None = None
         inner = module.get_submodule(block.feed_forward.removeprefix(f"{block.path}."))
         self._handles += [
             inner.register_forward_pre_hook(self.enter, with_kwargs=True),
@@ -91,16 +91,17 @@ class FeedForwardExperts(LearnedBlockRouter):
                     layer.register_forward_hook(self.after_projection),
                 ]
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool) -> None:
-        """Take the mask where the block is entered: in a recomputation it is found by the address of what entered."""
-        self.mask = self._mask_of(h)
+    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+        """The experts are chosen where the feed-forward is entered; the mask is known here."""
+        call.mask = call.real_tokens(call.shape, h.device)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Route the rows that enter the feed-forward, and repeat them once for each of their experts."""
-        self.slots = None
         active = self.active()
         if not active:
             return None
+        call = self.call()
+        call.slots = None
         if len(active) > 1:
             raise ConfigError(
                 f"adapters {active} are active together, but only one at a time can hold feed-forward experts: "
@@ -110,10 +111,10 @@ class FeedForwardExperts(LearnedBlockRouter):
         decision = self._decision(active[0], x)
         config, experts = self.configs[active[0]], decision.gates.shape[-1]
         k = config.top_k or experts if config.learns_router else experts
-        self.slots = open_slots(x, decision, k)
+        slots = call.slots = open_slots(x, decision, k)
         if args:
-            return (self.slots.repeated, *args[1:]), kwargs
-        return args, {name: self.slots.repeated if value is x else value for name, value in kwargs.items()}
+            return (slots.repeated, *args[1:]), kwargs
+        return args, {name: slots.repeated if value is x else value for name, value in kwargs.items()}
 
     def _decision(self, name: str, x: torch.Tensor) -> LearnedDecision:
         config, layer = self.configs[name], self.layers[name][0]
@@ -121,17 +122,14 @@ class FeedForwardExperts(LearnedBlockRouter):
             gates = torch.full((*x.shape[:2], self.experts[name]), 1 / self.experts[name], device=x.device)
             return LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool))
         decision: LearnedDecision = layer.monkeyjump_router[name](x)
-        if layer.training:
-            mask = self._fitted_mask(x)
-            self._stage_balance(name, [BLOCK], decision, mask)
-            self._count_tokens(name, self.layers[name], decision.chosen, mask)
-        self._trace(name, BLOCK, decision.gates)
+        self._note(name, BLOCK, x, decision, self.layers[name])
         return decision
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        slots, self.slots = self.slots, None
+        slots = self._slots()
         if slots is None:
             return None
+        self.call().slots = None
         if not isinstance(output, torch.Tensor) or output.shape != slots.repeated.shape:
             raise ConfigError(
                 f"feed-forward {self.feed_forward!r} does not return one state per token, of the width it was given: "
@@ -139,14 +137,21 @@ class FeedForwardExperts(LearnedBlockRouter):
             )
         return close_slots(slots, output)
 
+    @staticmethod
+    def _slots() -> Slots | None:
+        """Those of the feed-forward that runs in this thread."""
+        call = running().blocks
+        return None if call is None else call.slots
+
     def before_projection(self, layer: nn.Module, args: tuple) -> tuple | None:
         """A projection that reads the input of the feed-forward sees it once, not repeated."""
-        if self.slots is not None and args and args[0] is self.slots.repeated:
-            return (self.slots.source, *args[1:])
+        slots = self._slots()
+        if slots is not None and args and args[0] is slots.repeated:
+            return (slots.source, *args[1:])
         return None
 
     def after_projection(self, layer: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
-        slots = self.slots
+        slots = self._slots()
         if slots is None or args[0] is not slots.source:
             return None
         return output.expand(slots.weights.shape[0], *slots.source.shape[:-1], -1).flatten(0, 1)
@@ -156,11 +161,12 @@ class FeedForwardExperts(LearnedBlockRouter):
 
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
         """Which expert each row of x belongs to: [K, ..., N] for the input of the feed-forward, else [K * B, T, N]."""
-        if self.slots is None:
+        slots = self._slots()
+        if slots is None:
             raise RuntimeError(f"a projection of {self.feed_forward!r} ran outside it: call the feed-forward.")
-        if x is self.slots.source:
-            return self.slots.experts
-        rows = self.slots.experts.flatten(0, 1)
+        if x is slots.source:
+            return slots.experts
+        rows = slots.experts.flatten(0, 1)
         if x.shape[:-1] != rows.shape[:-1]:
             raise ConfigError(
                 f"projection {self.names[adapter_name][position]!r} of {self.feed_forward!r} sees tokens of shape "
@@ -170,7 +176,7 @@ class FeedForwardExperts(LearnedBlockRouter):
         return rows.to(x.device)
 
 
-class IdleRouter(LearnedBlockRouter):
+class IdleRouter(LearnedRouterOfBlock):
     """The router of a block without feed-forward targets: nothing depends on it but its own balance loss.
 
     Kept because MixLoRA on attention alone is counted with it: plain LoRA and one router per block.
@@ -183,8 +189,11 @@ class IdleRouter(LearnedBlockRouter):
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Route, for the balance loss; without one, give the router a gradient of zero instead of none."""
         super().before(module, args, kwargs)
+        call = running().blocks
+        if call is None or not self.active():
+            return None
         h = hidden_states(args, kwargs, self.path)
-        for name, gates in self.gates.items():
+        for name in self.active():
             if self.configs[name].aux_loss_weight == 0 and torch.is_grad_enabled():
-                h = h + 0.0 * gates.sum().to(h.dtype)
+                h = h + 0.0 * call.gates[name].sum().to(h.dtype)
         return ((h, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": h})

@@ -15,21 +15,21 @@ import torch
 from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.tuner.call import running
 from monkeyjump.tuner.extra_placement import Extra
 from monkeyjump.tuner.inputs import hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.routers.learned import LearnedBlockRouter
 from monkeyjump.tuner.placement import Block
+from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
 
 
-class HeterogeneousRouter(LearnedBlockRouter):
+class MoaRouter(LearnedRouterOfBlock):
     """A learned block router with a parallel bottleneck, a prompt, or both among its experts."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.extras: dict[str, dict[str, int]] = {}  # adapter name -> kind -> position among the experts
         self.hooked: set[str] = set()
-        self.queries: torch.Tensor | None = None
         self.attention: nn.Module | None = None
 
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
@@ -58,10 +58,12 @@ class HeterogeneousRouter(LearnedBlockRouter):
 
     def _with(self, kind: str) -> list[str]:
         """The active adapters that have this expert, in a block that has routed."""
-        return [name for name in self.active() if kind in self.extras[name] and name in self.gates]
+        call = running().blocks
+        gates = {} if call is None else call.gates
+        return [name for name in self.active() if kind in self.extras[name] and name in gates]
 
     def _gate_of(self, name: str, kind: str) -> torch.Tensor:
-        return self.gates[name][..., self.extras[name][kind], None]
+        return self.call().gates[name][..., self.extras[name][kind], None]
 
     def beside_feed_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         for name in self._with("parallel"):
@@ -71,12 +73,15 @@ class HeterogeneousRouter(LearnedBlockRouter):
         return output
 
     def after_query(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        self.queries = output if self._with("prompt") else None
+        if self._with("prompt"):
+            self.call().queries = output
 
     def before_output(self, module: nn.Module, args: tuple) -> tuple | None:
-        queries, self.queries = self.queries, None
-        if queries is None or self.attention is None:
+        call = running().blocks
+        queries = None if call is None else call.queries
+        if call is None or queries is None or self.attention is None:
             return None
+        call.queries = None
         x = args[0]
         for name in self._with("prompt"):
             expert = self.layers[name][0].monkeyjump_prompt[name]
