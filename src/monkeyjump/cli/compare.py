@@ -22,9 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.tuner.register import register
-
-    register()
     from monkeyjump.cli.console import console
     from monkeyjump.experiments.compare import compare
     from monkeyjump.experiments.tables import comparison_tables, save_comparison

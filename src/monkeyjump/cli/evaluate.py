@@ -23,9 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.tuner.register import register
-
-    register()
     import torch
 
     from monkeyjump.cli.console import console
