@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,10 @@ class Comparison:
     def best_lr(self, method: str) -> float:
         tried = [cell for cell in self.searched if cell.method == method]
         stable = [cell for cell in tried if cell.metrics.get("diverged_at") is None] or tried
-        return max(stable, key=lambda cell: cell.metrics["validation"]).lr if tried else self.lrs[method][0]
+        if not tried:
+            return self.lrs[method][0]
+        scores = [-math.inf if (score := cell.metrics["validation"]) is None else score for cell in stable]
+        return stable[scores.index(max(scores))].lr
 
     def values(self, method: str, task: str) -> list[float]:
         """Test metric by seed, in the order of the seeds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -10,6 +11,17 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one that speaks; launchers of several number them in the environment."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print on the main rank alone."""
+    if is_main_rank():
+        print(text)
 
 
 class ProgressBar(TrainerCallback):
@@ -83,4 +95,5 @@ class Interruptible(TrainerCallback):
             self.restore()
             raise KeyboardInterrupt
         self.interrupted = True
-        tqdm.write("stopping after this step; a checkpoint will be written (again to stop at once)")
+        if is_main_rank():
+            tqdm.write("stopping after this step; a checkpoint will be written (again to stop at once)")

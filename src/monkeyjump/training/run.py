@@ -25,7 +25,7 @@ from monkeyjump.tasks import Task, expand
 from monkeyjump.training.callbacks import MonkeyJumpCallback
 from monkeyjump.training.data import training_data
 from monkeyjump.training.fast_path import FastPath, fast_path
-from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar
+from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, is_main_rank, say
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.trainer import TaskTrainer, early_stopping, last_checkpoint, training_arguments
 from monkeyjump.tuner.count import ParameterCount, count_parameters
@@ -44,10 +44,7 @@ class RunResult:
     best_validation: float | None = None
     measurements: dict[str, Any] = field(default_factory=dict)
     is_main: bool = True  # of several ranks, the one that writes files and speaks
-
-    @property
-    def interrupted(self) -> bool:
-        return self.best_validation is None
+    interrupted: bool = False
 
 
 def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True) -> RunResult:
@@ -65,7 +62,7 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     with fast_path(model, recipe, data.shapes, on_gpu=torch.cuda.is_available()) as fast:
         trainer = TaskTrainer(
             model,
-            training_arguments(recipe, data.steps(recipe), on_gpu=torch.cuda.is_available()),
+            training_arguments(recipe, data.steps(recipe, ranks.num_processes), on_gpu=torch.cuda.is_available()),
             data,
             lambda current: _validate(current, tokenizer, tasks, recipe),
             [
@@ -88,13 +85,15 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model), is_main=ranks.is_main_process)
     result.measurements = _measurements(trainer, seconds, fast)
     if interruptible.interrupted:
+        result.interrupted = True
         return result
     if (step := result.measurements["diverged_at"]) is not None:
-        print(
+        say(
             f"training diverged: the loss or its gradient was no finite number by step {step}. What is kept is the "
             f"best checkpoint by validation; try a smaller train.lr than {recipe.train.lr:g}."
         )
-    result.best_validation = trainer.state.best_metric or 0.0
+    best = trainer.state.best_metric  # None or minus infinity: never validated, or never to a number
+    result.best_validation = best if best is not None and math.isfinite(best) else None
     if ranks.is_main_process:
         save_adapter(model, tokenizer, recipe)
     if test:
@@ -111,6 +110,7 @@ def score_on_test(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: R
         split="test",
         limit=recipe.evaluate.test_limit,
         compare_base=recipe.evaluate.before,
+        progress=is_main_rank(),
         **_scoring(recipe),
     )
 

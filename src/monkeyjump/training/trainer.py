@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -77,7 +78,10 @@ class TaskTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model)
         was_training = model.training
         model.eval()
-        scores = {f"{metric_key_prefix}_{name}": value for name, value in self._scorer(model).items()}
+        # Every rank scores, as a model whose weights are spread over the ranks needs; all of them go by the same numbers.
+        found = [self._scorer(model)]
+        broadcast_object_list(found)
+        scores = {f"{metric_key_prefix}_{name}": value for name, value in found[0].items()}
         model.train(was_training)
         self.log(scores)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, scores)
@@ -149,6 +153,8 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArgu
         dataloader_num_workers=train.workers,
         dataloader_pin_memory=on_gpu,
         use_cpu=not on_gpu,
+        # streams are the same on every rank, and batches of different widths cannot be sent around as one
+        accelerator_config={"dispatch_batches": False},
     )
 
 
