@@ -78,7 +78,7 @@ class TaskTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model)
         was_training = model.training
         model.eval()
-        # Every rank scores, as a model whose weights are spread over the ranks needs; all of them go by the same numbers.
+        # Every rank scores, since weights may be spread over the ranks; all go by the numbers of the first.
         found = [self._scorer(model)]
         broadcast_object_list(found)
         scores = {f"{metric_key_prefix}_{name}": value for name, value in found[0].items()}
