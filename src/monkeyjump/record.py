@@ -181,6 +181,26 @@ def write_atomic(path: str | Path, text: str) -> Path:
     return path
 
 
+def writable_folder(folder: str | Path, field: str) -> Path:
+    """Make a folder and be sure that files can be written there, before the work whose results it is for."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, ValueError) as error:
+        reason = "it is a file" if folder.is_file() else error
+        raise ConfigError(
+            f"{field}={str(folder)!r} is no folder that can be written ({reason}). Name another one.",
+            title="no place for results",
+        ) from error
+
+
+def csv_text(text: str) -> str:
+    """Text for a cell: a spreadsheet would run one that begins like a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
 def jsonable(value: Any) -> Any:
     """Plain JSON values. NumPy and torch values become numbers or lists; NaN and infinities become null."""
     if isinstance(value, Enum):

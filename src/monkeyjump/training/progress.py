@@ -12,6 +12,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from monkeyjump.record import write_atomic
+
 
 def is_main_rank() -> bool:
     """Whether this process is the one that speaks; launchers of several number them in the environment."""
@@ -63,6 +65,17 @@ class JsonLines(TrainerCallback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}) + "\n")
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop what was logged after a checkpoint, for its steps come again. A killed process may leave half a line."""
+    kept = ""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            kept += f"{line}\n" if json.loads(line)["step"] <= step else ""
+        except (ValueError, LookupError, TypeError):
+            continue
+    write_atomic(path, kept)
 
 
 class Interruptible(TrainerCallback):

@@ -24,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.compile import OwnGradients
 from monkeyjump.training.data import TrainingData
+from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 
 COMPLETE = "complete"  # written into a checkpoint when all else of it is
@@ -87,6 +88,12 @@ class TaskTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, scores)
         return scores
 
+    def _load_best_model(self) -> None:
+        try:
+            super()._load_best_model()
+        except ConfigError as error:  # a training that diverged may have left no checkpoint of finite weights
+            say(f"the best checkpoint cannot be used, the last weights are kept. {error}")
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         try:
             super()._save_checkpoint(model, trial)
@@ -105,6 +112,17 @@ class TaskTrainer(Trainer):
 
     def _checkpoint_folder(self) -> Path:
         return Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+
+class SaveEvery(TrainerCallback):
+    """Checkpoints between evaluations, which the Trainer's own arguments refuse where the best one is kept."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.steps == 0:
+            control.should_save = True
 
 
 def last_checkpoint(folder: Path) -> Path | None:
