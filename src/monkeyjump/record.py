@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -60,6 +61,7 @@ def _is_absolute(text: str) -> bool:
     return text.startswith("~") or PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
 
 
+@cache  # a process runs the source it has imported, however the files change later
 def source_commit() -> str | None:
     """The commit this package's source is at (with "-dirty" if files were changed since); None for an installed one."""
     here = Path(__file__).resolve()

@@ -27,6 +27,7 @@ class FakeRuns:
         self.tested: list[str] = []
         self.diverge: set[float] = set()  # rates at which training blows up
         monkeypatch.setattr(module, "run", self.run)
+        monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
         monkeypatch.setattr(module, "score_on_test", self.test)
         monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))

@@ -78,7 +78,7 @@ def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_fil
 def test_a_checkpoint_that_was_cut_short_is_passed_over(recipe_file: Path, tmp_path: Path) -> None:
     run(recipe(recipe_file, tmp_path / "whole"), test=False)
     cut = tmp_path / "cut"
-    run(recipe(recipe_file, cut), test=False)
+    run(recipe(recipe_file, cut, "train.save_steps=2"), test=False)
     shutil.rmtree(cut / "adapter")
     (cut / "checkpoints" / "checkpoint-8" / "complete").unlink()
     (cut / "checkpoints" / "checkpoint-8" / "trainer_state.json").write_text("{", encoding="utf-8")
@@ -108,7 +108,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_resume(
     assert "go on with: monkeyjump train" in text
     assert "--resume" in text
     # the step that was under way is finished and kept, though none was due
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-3"]
     assert (tmp_path / "checkpoints" / "checkpoint-3" / "complete").is_file()
     with pytest.raises(ConfigError, match=r"unfinished run.*--resume"):
         run(recipe(recipe_file, tmp_path))
