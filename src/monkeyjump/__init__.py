@@ -1,13 +1,13 @@
 """Routed parameter-efficient fine-tuning for Hugging Face models.
 
-Importing the package makes PEFT know the method; after that `peft.get_peft_model(model, MonkeyJumpConfig(...))` and
-everything built on PEFT work as for LoRA.
+Importing the package makes PEFT know the method, now or when PEFT is imported; after that
+`peft.get_peft_model(model, MonkeyJumpConfig(...))` and everything built on PEFT work as for LoRA.
 """
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
+
+from monkeyjump.import_hook import register_with_peft
 
 if TYPE_CHECKING:
     from monkeyjump import methods
@@ -64,12 +64,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _started_by_command_line() -> bool:
-    """Whether this process is `monkeyjump ...` or `python -m monkeyjump ...`, whose help must not wait for torch."""
-    program = os.path.basename(sys.argv[0]) if sys.argv else ""
-    by_module = program == "-m" and "monkeyjump" in sys.orig_argv
-    return by_module or program in ("monkeyjump", "monkeyjump.exe")
-
-
-if not _started_by_command_line():
-    importlib.import_module("monkeyjump.tuner.register").register()
+register_with_peft()

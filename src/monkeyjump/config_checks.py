@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from monkeyjump.config_structures import structure_problems
@@ -154,6 +155,12 @@ def _module_problems(config: MonkeyJumpConfig) -> list[str]:
     found = []
     if config.target_modules is not None and len(config.target_modules) == 0:
         found.append("target_modules=[] names no module: list the projections to adapt, e.g. ['q_proj', 'v_proj'].")
+    for name in ("target_modules", "exclude_modules"):
+        pattern = getattr(config, name)
+        try:
+            re.compile(pattern if isinstance(pattern, str) else "")
+        except re.error as error:
+            found.append(f"{name}={pattern!r} is no regular expression ({error}): correct it, or list module names.")
     if isinstance(config.shared_modules, str):
         found.append(
             f"shared_modules={config.shared_modules!r} must be a list of names: write [{config.shared_modules!r}]."

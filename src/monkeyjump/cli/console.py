@@ -21,10 +21,11 @@ def console() -> Any:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Any:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    built = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    built = Table(title=Text(title, style="bold"), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for position, column in enumerate(columns):
         built.add_column(column, justify="right" if position in right else "left", overflow="fold")
     for row in rows:
-        built.add_row(*row)
+        built.add_row(*map(Text, row))  # not str, whose square brackets would be markup
     return built

@@ -25,9 +25,7 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.bench.shapes import empty_model
     from monkeyjump.cli.console import console, table
     from monkeyjump.errors import ConfigError
-    from monkeyjump.tuner.register import register
 
-    register()
     if options.about:
         if options.about not in mj.methods.names():
             mj.methods.build(options.about)  # says which names there are

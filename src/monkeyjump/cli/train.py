@@ -17,9 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.tuner.register import register
-
-    register()
     from monkeyjump.analysis.plots import plot_usage
     from monkeyjump.cli.console import console
     from monkeyjump.experiments.measure import measure_usage

@@ -18,7 +18,7 @@ import numpy as np
 
 from monkeyjump.evaluation.metrics import Floats, Interval, percentile_interval
 from monkeyjump.evaluation.score import Prediction
-from monkeyjump.record import jsonable, write_atomic
+from monkeyjump.record import csv_text, jsonable, write_atomic
 
 _WIDTH = 80  # of the table; names too long for it are cut there, nowhere else
 _SHORT = {"accuracy": "acc", "spearman": "rho", "exact_match": "exact"}
@@ -140,7 +140,7 @@ class EvaluationReport:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([*plain, *names, "dropped", "truncated"])
         for row in self.ordered():
-            values: list[Any] = [getattr(row, name) for name in plain]
+            values: list[Any] = [csv_text(v) if isinstance(v := getattr(row, name), str) else v for name in plain]
             for measure in _MEASURES:
                 interval = getattr(row, f"{measure}_interval")
                 values += [getattr(row, measure), *((interval.low, interval.high) if interval else (None, None))]
@@ -170,15 +170,17 @@ class EvaluationReport:
         """A rich table, readable at 80 columns, with or without colour."""
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
         header, lines = table_cells(self)
-        table = Table(title=self.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        table = Table(title=Text(self.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
         table.show_edge, table.pad_edge, table.padding = False, False, (0, 0, 0, 1)  # two columns apart, none lost
         for position, column in enumerate(header):
             left = position < 2
             table.add_column(column, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
         for row, line in zip(self.ordered(), lines, strict=True):
-            table.add_row(*line, style=None if row.kind == "task" else "bold", end_section=row.kind == "family")
+            style = None if row.kind == "task" else "bold"  # Text, not str, whose square brackets would be markup
+            table.add_row(*map(Text, line), style=style, end_section=row.kind == "family")
         return table
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from monkeyjump.experiments.compare import Comparison
 from monkeyjump.experiments.tables import comparison_rows, costs, spread
@@ -40,8 +41,8 @@ def _metrics_table(comparison: Comparison, methods: list[str]) -> Table:
         for method in methods:
             mean = fmean(values[method])
             text = f"{100 * mean:.1f} ±{100 * spread(values[method]):.1f}"
-            cells.append(f"[bold]{text}[/bold]" if mean == best else text)
-        table.add_row(f"[italic]{label}[/italic]" if label.endswith("mean") else label, *cells)
+            cells.append(Text(text, style="bold" if mean == best else ""))
+        table.add_row(Text(label, style="italic" if label.endswith("mean") else ""), *cells)
     return table
 
 

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from monkeyjump.experiments.compare import Comparison
-from monkeyjump.record import RunRecord, write_record
+from monkeyjump.record import RunRecord, csv_text, write_record
 
 
 def spread(values: list[float]) -> float:
@@ -79,5 +79,5 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
         writer.writerow(["task", *(f"{m} {what}" for m in comparison.methods for what in ("mean", "sd"))])
         for label, values in rows:
             cells = [f"{100 * x:.2f}" for m in comparison.methods for x in (fmean(values[m]), spread(values[m]))]
-            writer.writerow([label, *cells])
+            writer.writerow([csv_text(label), *cells])
     return [path, table]

@@ -94,7 +94,8 @@ def sampling_loader(loader: Any, seed: int) -> Any:
         return loader
     return DataLoader(
         dataset,
-        batch_size=getattr(loader, "batch_size", None) or getattr(loader, "total_batch_size", None) or 8,
+        # of batches that differ in size, as those of a sampler of our own, no size is known
+        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 8,
         shuffle=True,
         generator=torch.Generator().manual_seed(seed),
         collate_fn=loader.collate_fn,

@@ -249,6 +249,12 @@ def _check_checkpoint(
             f"here {tuple(own[key].shape)}. The adapter was made for base model {config.base_model_name_or_path!r} "
             "and the configuration beside it: load that model."
         )
+    broken = [key for key, value in saved.items() if not torch.isfinite(value).all()]
+    if broken:
+        problems.append(
+            f"{len(broken)} tensors of the saved adapter hold NaN or infinity, e.g. {broken[0]}: the training "
+            "diverged, or the file is damaged; take an earlier checkpoint."
+        )
     centers = [key for key in missing if "monkeyjump_center" in key or "monkeyjump_step" in key]
     if centers:
         problems.append(
