@@ -48,12 +48,13 @@ class AdaLoraAdapter(LoraAdapter):
         # Tokens sent to each expert since the last allocation, then all there were, [N + 1]; None: nobody has counted.
         # No buffer: data-parallel training would overwrite those of other ranks inside an accumulated batch.
         self.tokens: torch.Tensor | None = None
-        self.reset_factors()
 
-    def reset_factors(self) -> None:
+    def reset_parameters(self) -> None:
+        """Random factors and a diagonal of zeros: were B zero as well, nothing would have a gradient."""
         nn.init.normal_(self.A, std=0.02)
         nn.init.normal_(self.B, std=0.02)
-        nn.init.zeros_(self.diagonal)
+        if "diagonal" in self._parameters:  # LoRA's constructor resets before there is one
+            nn.init.zeros_(self.diagonal)
 
     def rank_scale(self) -> torch.Tensor:
         return self.diagonal
@@ -75,7 +76,7 @@ class AdaLoraAdapter(LoraAdapter):
         for adapter in adapters:
             alike = stacks.setdefault((adapter.experts, adapter.A.shape[0] // adapter.experts), {})
             for factor, wide in ((adapter.A, True), (adapter.B, False)):
-                alike.setdefault((factor.shape, wide), []).append(factor)
+                alike.setdefault((factor.shape, wide), []).append(_whole(factor))
         totals = []
         for (experts, ranks), alike in stacks.items():
             eye = torch.eye(ranks, device=adapters[0].A.device, dtype=adapters[0].A.dtype)
@@ -132,6 +133,11 @@ class AdaLoraAdapter(LoraAdapter):
         if self.per_token:
             return scores["diagonal"]
         return scores["diagonal"] + scores["A"].mean(1) + scores["B"].mean(0)
+
+
+def _whole(factor: torch.Tensor) -> torch.Tensor:
+    """A factor that is sharded over ranks (FSDP, outside the forward of its block) as every rank needs it."""
+    return factor.full_tensor() if hasattr(factor, "full_tensor") else factor
 
 
 def _of_experts(factors: torch.Tensor, experts: int, wide: bool) -> torch.Tensor:
