@@ -153,7 +153,7 @@ def test_task_ids_of_an_interrupted_forward_are_forgotten() -> None:
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_forward_that_is_not_finite_moves_no_centre(interval: int) -> None:
     """The overflow may come in any block: those before it are not moved either."""
-    model = adapted(tiny_llama(3), ema_interval=interval).train()
+    model: Any = adapted(tiny_llama(3), ema_interval=interval).train()
     for step in range(4):
         model(**batch_of(step))
     broken = model.get_base_model().model.layers[1].register_forward_hook(lambda *args: args[-1] * torch.nan)
