@@ -13,7 +13,7 @@ ROOT = Path(monkeyjump.__file__).parent
 
 # Each layer may import from itself and from those before it.
 LAYERS = [
-    {"registry", "errors", "peft_type", "config", "config_checks", "config_structures", "record"},
+    {"registry", "errors", "peft_type", "config", "config_checks", "config_structures", "record", "tables"},
     {"ops"},
     {"adapters", "routing"},
     {"tuner"},

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from monkeyjump.bench.jobs import Row
 from monkeyjump.bench.variants import FLOOR, PEFT_LORA
+from monkeyjump.tables import Table
 
 REFERENCES = {FLOOR: "floor", PEFT_LORA: "peft", "base": "base"}
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-    def plain(self) -> str:
-        """Aligned text, for where rich is not installed."""
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        text = [
-            "  ".join(
-                [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
-            )
-            for line in lines
-        ]
-        return "\n".join([self.title, *text, ""])
 
 
 MEASURES = {"time": "median_ms", "memory": "peak_bytes", "extra_memory": "extra_bytes"}

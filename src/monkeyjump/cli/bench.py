@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"\nstopped; what was measured is in {verbs.output_folder(options)}.")
         return 130
     for table in outcome.tables:
-        _show(table)
+        table.show()
     for line in [*outcome.notes, *report.failures(outcome.session.rows)]:
         print(textwrap.fill(line, width=80))
     print(f"saved       {outcome.session.path}")
@@ -147,15 +147,3 @@ def _tell(row: dict[str, Any]) -> None:
     where = f"{row['axis']}={row['value']}" if "axis" in row else row.get("loss", "")
     result = f"{number(row['median_ms'])} ms" if row["status"] == "ok" else f"failed: {row['error'][:25]}"
     print(f"{row['variant']:17}{row['mode']:15}{where:14}{result}", flush=True)
-
-
-def _show(table: Any) -> None:
-    from monkeyjump.cli import console
-    from monkeyjump.errors import ConfigError
-
-    try:
-        screen = console.console()
-    except ConfigError:  # no rich: numbers measured at length must not be lost over their form
-        print(table.plain())
-        return
-    screen.print(console.table(table.title, table.columns, table.rows, right=range(1, len(table.columns))))

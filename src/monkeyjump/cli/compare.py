@@ -25,7 +25,6 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.tuner.register import register
 
     register()
-    from monkeyjump.cli.console import console
     from monkeyjump.experiments.compare import compare
     from monkeyjump.experiments.tables import comparison_tables, save_comparison
     from monkeyjump.training.recipe import load_recipe
@@ -48,9 +47,8 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; finished runs are kept in {output}. The same command goes on where this one stopped.")
         return 130
-    screen = console()
     for table in comparison_tables(comparison):
-        screen.print(table)
+        table.show()
     for path in save_comparison(comparison, output):
         print(f"saved       {path}")
     return 0

@@ -28,7 +28,6 @@ def run(options: argparse.Namespace) -> int:
     register()
     import torch
 
-    from monkeyjump.cli.console import console
     from monkeyjump.evaluation.run import evaluate, load_adapter
     from monkeyjump.models import load_model
     from monkeyjump.training.run import saved_recipe
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         batch_tokens=options.batch_tokens,
         max_length=recipe.data.max_length if recipe else 1024,
     )
-    console().print(report.table())
+    report.table().show()
     stem = options.output or ("evaluation" if options.base_only else str(Path(options.adapter).parent / "evaluation"))
     for path in report.save(stem).values():
         print(f"saved       {path}")
