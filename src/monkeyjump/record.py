@@ -21,7 +21,7 @@ from typing import Any, Literal
 from monkeyjump.errors import ConfigError
 
 FORMAT = 1  # under the key "monkeyjump_record": what makes a JSON file one of ours
-PACKAGES = ("torch", "transformers", "peft", "monkeyjump")
+PACKAGES = ("torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel")
 Status = Literal["finished", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = ("finished", "failed", "cancelled")
 

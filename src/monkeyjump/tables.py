@@ -31,13 +31,13 @@ class Table:
     section_ends: Collection[int] = ()  # indices of the rows that a terminal sets apart from the next row
 
     def show(self) -> None:
-        """Print the table, through rich where it is installed."""
+        """Print the table and an empty line, through rich where it is installed."""
         try:
             from rich.console import Console
         except ImportError:
             print(f"{self}\n")
             return
-        Console(highlight=False).print(self)
+        Console(highlight=False).print(self, "")
 
     def __rich__(self) -> Any:
         from rich import box

@@ -1,4 +1,4 @@
-"""The batch of a step and how a variant is run on it. Shapes: B batch, T tokens, D hidden width."""
+"""The random batch of a step and how a variant is run on it. Shapes: B batch, T tokens, D hidden width."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from monkeyjump.bench.variants import Built, Workload
+from monkeyjump.bench.settings import Settings
+from monkeyjump.bench.variants import BuiltVariant, random_ids
 
 
 @dataclass
-class Batch:
+class RandomBatch:
     """The same tensors at every step, as a CUDA graph needs them.
 
-    The embeddings ask for a gradient in every variant, not only in the floor: what a ratio to the floor then shows is
-    the adapters alone.
+    The embeddings ask for a gradient in every variant, not only in the floor, so that a ratio to the floor shows the
+    adapters alone.
     """
 
     embeds: torch.Tensor  # [B, T, D]
@@ -22,24 +23,22 @@ class Batch:
     labels: torch.Tensor  # [B, T]
 
 
-def make_batch(built: Built, workload: Workload) -> Batch:
+def random_batch(built: BuiltVariant, workload: Settings) -> RandomBatch:
     generator = torch.Generator(device=workload.device).manual_seed(workload.seed)
-    config = built.causal_lm.config
-    shape, device = (workload.batch, workload.tokens), workload.device
-    ids = torch.randint(config.vocab_size, shape, generator=generator, device=device)  # type: ignore[union-attr, arg-type]
+    ids = random_ids(built.causal_lm, workload, generator)
     with torch.no_grad():
         embeds = built.decoder.embed_tokens(ids).detach().clone()
-    upstream = torch.randn(embeds.shape, generator=generator, device=device, dtype=embeds.dtype)
-    return Batch(embeds.requires_grad_(), upstream, ids)
+    upstream = torch.randn(embeds.shape, generator=generator, device=embeds.device, dtype=embeds.dtype)
+    return RandomBatch(embeds.requires_grad_(), upstream, ids)
 
 
-def run_model(built: Built, batch: Batch) -> None:
+def run_model(built: BuiltVariant, batch: RandomBatch) -> None:
     """Forward and backward of the causal LM and its loss."""
     extra = {} if built.task_ids is None else {"task_ids": built.task_ids}
     built.model(inputs_embeds=batch.embeds, labels=batch.labels, use_cache=False, **extra).loss.backward()
 
 
-def run_blocks(built: Built, batch: Batch) -> None:
+def run_blocks(built: BuiltVariant, batch: RandomBatch) -> None:
     """Forward and backward of the decoder, under a given upstream gradient; the losses of routers take part."""
     if built.context is not None:
         # what the hooks of the causal LM, which is not called here, would do
@@ -52,7 +51,7 @@ def run_blocks(built: Built, batch: Batch) -> None:
     torch.autograd.backward(ends, [batch.upstream, *(None for _ in ends[1:])])
 
 
-def _routing_losses(built: Built) -> list[torch.Tensor]:
+def _routing_losses(built: BuiltVariant) -> list[torch.Tensor]:
     if built.context is None:
         return []
     losses = [built.context.losses.take(), built.context.regularizer(built.causal_lm)]
