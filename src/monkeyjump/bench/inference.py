@@ -36,8 +36,6 @@ def measurements(settings: Settings) -> list[Measurement]:
 class InferenceRun(CompiledModesRun):
     """One variant: greedy decoding through one cache whose tensors, like the token's, stay where they are."""
 
-    settings: Settings
-
     def __init__(self, variant: str, settings: Settings) -> None:
         from transformers import StaticCache
 

@@ -37,8 +37,6 @@ def measurements(settings: Settings) -> list[Measurement]:
 class InitRun(ModesRun):
     """`initialize_centers` as it is, with a clock at its two phases, and the bare forwards on the same batches."""
 
-    settings: Settings
-
     def __init__(self, variant: str, settings: Settings) -> None:
         super().__init__(variant, settings)
         base = plain_model(settings).eval()

@@ -10,6 +10,7 @@ from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.step import StepRun
 from monkeyjump.bench.turns import Measurement
 
+TITLE = "Bench memory by mode and loss, {shape}, {batch} x {tokens} tokens"
 SAME = TABLE_FOR_EACH = ("mode", "loss")
 COLUMNS = [  # `above model` is the peak less the model, its adapters and the batch
     ("variant", "variant", str),

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from monkeyjump.bench import timing
+from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.variants import BuiltVariant
 from monkeyjump.bench.worker_process import Row, failure
 from monkeyjump.training.compile import whole_call
@@ -19,7 +20,7 @@ NOT_COMPILED = ("eager", "prefill", "decode")
 class ModesRun:
     """One variant. It warms up beside others, and is alone when the row of a mode is measured."""
 
-    def __init__(self, variant: str, settings: Any) -> None:
+    def __init__(self, variant: str, settings: Settings) -> None:
         self.variant, self.settings, self.device = variant, settings, settings.device
 
     def warm_up(self) -> None:
@@ -38,7 +39,7 @@ class CompiledModesRun(ModesRun):
 
     built: BuiltVariant
 
-    def __init__(self, variant: str, settings: Any) -> None:
+    def __init__(self, variant: str, settings: Settings) -> None:
         super().__init__(variant, settings)
         self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
         self.compiler: Row = {}  # what a row says of the compiler

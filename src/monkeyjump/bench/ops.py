@@ -129,8 +129,6 @@ def copy_bandwidth(device: str, repeats: int) -> float:
 class OpRun(ModesRun):
     """One op at one size, by torch and by the kernels."""
 
-    settings: Settings
-
     def __init__(self, variant: str, settings: Settings) -> None:
         super().__init__(variant, settings)
         generator = torch.Generator(device=self.device).manual_seed(settings.seed)

@@ -25,8 +25,6 @@ EXPERTS = (2, 4, 8, 16)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROJECTION_COUNTS = (2, 3, 5, 7)
 COSTS = {"time": "median_ms", "memory": "extra_bytes"}
-
-
 COLUMNS = [  # of the exponents
     ("variant", "variant", str),
     ("axis", "axis", str),

@@ -1,10 +1,14 @@
-"""One training step: forward and backward, plain, compiled, and compiled inside one CUDA graph."""
+"""One training step: forward and backward, plain, compiled, and compiled inside one CUDA graph.
+
+Shapes: B batch, T tokens, D hidden width.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,11 +16,10 @@ import torch
 
 from monkeyjump.bench import timing
 from monkeyjump.bench.modes import SETTLE, CompiledModesRun, graphs_made
-from monkeyjump.bench.random_batches import random_batch, run_blocks, run_model
 from monkeyjump.bench.results import bytes_in_words, milliseconds, ratio
 from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.turns import Measurement
-from monkeyjump.bench.variants import build, plain_model, skip_masks
+from monkeyjump.bench.variants import BuiltVariant, build, plain_model, random_ids, skip_masks
 from monkeyjump.bench.worker_process import Row
 from monkeyjump.training.fused_loss import FusedLoss, liger_kernel, torch_kernel
 
@@ -36,10 +39,52 @@ def measurements(settings: Settings) -> list[Measurement]:
     return [Measurement(StepRun, name, settings) for name in settings.methods]
 
 
+@dataclass
+class RandomBatch:
+    """The same tensors at every step, as a CUDA graph needs them.
+
+    The embeddings ask for a gradient in every variant, not only in the floor, so that a ratio to the floor shows the
+    adapters alone.
+    """
+
+    embeds: torch.Tensor  # [B, T, D]
+    upstream: torch.Tensor  # [B, T, D], the gradient that arrives at the last hidden state
+    labels: torch.Tensor  # [B, T]
+
+
+def random_batch(built: BuiltVariant, settings: Settings) -> RandomBatch:
+    generator = torch.Generator(device=settings.device).manual_seed(settings.seed)
+    ids = random_ids(built.causal_lm, settings, generator)
+    with torch.no_grad():
+        embeds = built.decoder.embed_tokens(ids).detach().clone()
+    upstream = torch.randn(embeds.shape, generator=generator, device=embeds.device, dtype=embeds.dtype)
+    return RandomBatch(embeds.requires_grad_(), upstream, ids)
+
+
+def run_model(built: BuiltVariant, batch: RandomBatch) -> None:
+    """Forward and backward of the causal LM and its loss."""
+    extra = {} if built.task_ids is None else {"task_ids": built.task_ids}
+    built.model(inputs_embeds=batch.embeds, labels=batch.labels, use_cache=False, **extra).loss.backward()
+
+
+def run_blocks(built: BuiltVariant, batch: RandomBatch) -> None:
+    """Forward and backward of the decoder, under a given upstream gradient; the losses of routers take part."""
+    context, losses = built.context, []
+    if context is not None:
+        # what the hooks of the causal LM, which is not called here, would do
+        context.losses.clear()
+        context.task_ids = built.task_ids
+        if context.regularized:
+            context.join_regularizer(built.causal_lm)
+    hidden = built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state
+    if context is not None:
+        losses = [loss for loss in (context.losses.take(), context.regularizer(built.causal_lm)) if loss is not None]
+        context.release_regularizer()
+    torch.autograd.backward([hidden, *losses], [batch.upstream, *(None for _ in losses)])
+
+
 class StepRun(CompiledModesRun):
     """One variant's training step. Another row of the same mode gives more times of the same call."""
-
-    settings: Settings
 
     def __init__(self, variant: str, settings: Settings) -> None:
         super().__init__(variant, settings)

@@ -9,29 +9,26 @@ from itertools import accumulate, pairwise
 
 import torch
 
-Device = str | torch.device
-
 
 def summary(milliseconds: list[float]) -> dict[str, float]:
     """The median of repeated calls, their 10th and 90th percentile, and how far these are apart."""
-    tenths = statistics.quantiles(
-        milliseconds * 2 if len(milliseconds) == 1 else milliseconds, n=10, method="inclusive"
-    )
-    middle, low, high = statistics.median(milliseconds), tenths[0], tenths[8]
+    several = milliseconds if len(milliseconds) > 1 else 2 * milliseconds  # there are no percentiles of one
+    low, *_, high = statistics.quantiles(several, n=10, method="inclusive")
+    middle = statistics.median(milliseconds)
     spread = (high - low) / middle
     return {"median_ms": middle, "p10_ms": low, "p90_ms": high, "spread": spread, "repeats": len(milliseconds)}
 
 
-def is_cuda(device: Device) -> bool:
+def is_cuda(device: str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def synchronize(device: Device) -> None:
+def synchronize(device: str) -> None:
     if is_cuda(device):
         torch.cuda.synchronize(device)
 
 
-def times(call: Callable[[], object], repeats: int, device: Device) -> list[float]:
+def times(call: Callable[[], object], repeats: int, device: str) -> list[float]:
     """Milliseconds of each of `repeats` calls in a row, each from the end of the one before.
 
     On a GPU nothing is waited for in between, as in training: a call is as long as the longer of what the host issues
@@ -70,13 +67,13 @@ def captured(
     return graph
 
 
-def reset_peak(device: Device) -> None:
+def reset_peak(device: str) -> None:
     if is_cuda(device):
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_bytes(device: Device) -> int | None:
+def peak_bytes(device: str) -> int | None:
     """Most bytes of tensors alive at once since `reset_peak`; None where nothing counts them (CPU)."""
     return torch.cuda.max_memory_allocated(device) if is_cuda(device) else None
 
@@ -92,7 +89,7 @@ def cpu_peak_bytes(call: Callable[[], object]) -> int:
     return max(accumulate((size for _, size in changes), initial=0))
 
 
-def resident_bytes(device: Device) -> int | None:
+def resident_bytes(device: str) -> int | None:
     """Bytes of the tensors alive now."""
     if not is_cuda(device):
         return None
@@ -100,14 +97,14 @@ def resident_bytes(device: Device) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def release_cache(device: Device) -> None:
+def release_cache(device: str) -> None:
     """Give unused memory back to the device, for the other processes on it."""
     if is_cuda(device):
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
-def kernels(call: Callable[[], object], device: Device, most: int = 40) -> list[dict[str, object]]:
+def kernels(call: Callable[[], object], device: str, most: int = 40) -> list[dict[str, object]]:
     """The kernels of one call, on a CPU its operations, the longest first: name, calls, microseconds of all calls."""
     from torch.profiler import ProfilerActivity, profile
 
