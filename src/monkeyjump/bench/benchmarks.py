@@ -43,9 +43,8 @@ def measure(settings: Settings, tell: Callable[[Row], None]) -> tuple[BenchRecor
     measurements = module.measurements(settings)
     config = {name: getattr(settings, name) for name in VERBS[settings.verb].options.split() if name != "output"}
     record = BenchRecord(folder, _name(settings), config, getattr(module, "SAME", ("mode",)))
-    turns = Turns(
-        settings.jobs, settings.hold or settings.jobs or 1, settings.compile_timeout, folder / "logs", settings.rounds
-    )
+    hold = (settings.hold or settings.jobs) if settings.jobs else 1  # in one process, one variant at a time
+    turns = Turns(settings.jobs, hold, settings.compile_timeout, folder / "logs", settings.rounds)
     with closing(turns.rows(measurements)) as rows:
         for row in rows:
             record.add(row)
