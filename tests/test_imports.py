@@ -13,7 +13,7 @@ ROOT = Path(monkeyjump.__file__).parent
 
 # Each layer may import from itself and from those before it.
 LAYERS = [
-    {"registry", "errors", "import_hook", "yaml_files", "record"}
+    {"registry", "errors", "import_hook", "yaml_files", "record", "tables"}
     | {"peft_type", "config", "config_checks", "config_structures"},
     {"ops"},
     {"adapters", "routing"},

@@ -36,7 +36,8 @@ def test_round_trip(tmp_path):
 
 def test_what_a_record_knows():
     record = RunRecord(kind="train", name="x")
-    assert set(record.versions) == {"torch", "transformers", "peft", "monkeyjump", "python"}
+    expected = {"torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel", "python"}
+    assert set(record.versions) == expected
     assert str(torch.__version__).startswith(str(record.versions["torch"]))
     assert record.device
     assert datetime.fromisoformat(record.started).utcoffset() is not None

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from monkeyjump.errors import ConfigError
 
 FORMAT = 1  # under the key "monkeyjump_record": what makes a JSON file one of ours
-PACKAGES = ("torch", "transformers", "peft", "monkeyjump")
+PACKAGES = ("torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel")
 Status = Literal["finished", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = ("finished", "failed", "cancelled")
 
@@ -196,11 +196,6 @@ def writable_folder(folder: str | Path, field: str) -> Path:
             f"{field}={str(folder)!r} is no folder that can be written ({reason}). Name another one.",
             title="no place for results",
         ) from error
-
-
-def csv_text(text: str) -> str:
-    """Text for a cell: a spreadsheet would run one that begins like a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def jsonable(value: Any) -> Any:

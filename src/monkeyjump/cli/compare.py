@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.cli.console import console
     from monkeyjump.errors import ConfigError
     from monkeyjump.experiments.compare import compare
     from monkeyjump.experiments.tables import comparison_tables, save_comparison
@@ -49,9 +48,8 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; finished runs are kept in {output}. The same command goes on where this one stopped.")
         return 130
-    screen = console()
     for table in comparison_tables(comparison):
-        screen.print(table)
+        table.show()
     for path in save_comparison(comparison, output):
         print(f"saved       {path}")
     return 0

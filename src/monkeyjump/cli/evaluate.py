@@ -25,7 +25,6 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from monkeyjump.cli.console import console
     from monkeyjump.evaluation.run import evaluate, load_adapter
     from monkeyjump.models import load_model
     from monkeyjump.record import writable_folder
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         batch_tokens=options.batch_tokens,
         max_length=recipe.data.max_length if recipe else 1024,
     )
-    console().print(report.table())
+    report.table().show()
     for path in report.save(stem).values():
         print(f"saved       {path}")
     return 0
