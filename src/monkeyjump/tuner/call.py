@@ -184,6 +184,17 @@ def inside(call: ModelCall, blocks: BlocksCall | None) -> Iterator[None]:
         here.call, here.blocks = before
 
 
+@contextmanager
+def belonging_to(generation: Generation) -> Iterator[None]:
+    """Every forward of this thread inside goes on with the same prompt."""
+    here = running()
+    around, here.generation = here.generation, generation
+    try:
+        yield
+    finally:
+        here.generation = around
+
+
 def calls_of(context: RoutingContext) -> ModelCall | None:
     """The forward of this model that runs in this thread, if one does."""
     call = running().call

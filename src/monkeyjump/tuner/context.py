@@ -16,7 +16,7 @@ from torch import nn
 
 from monkeyjump.routing.granularity import IGNORE
 from monkeyjump.tuner.block_list import BlockList
-from monkeyjump.tuner.call import Generation, ModelCall, calls_of, running
+from monkeyjump.tuner.call import Generation, ModelCall, belonging_to, calls_of, running
 from monkeyjump.tuner.fast.shared_inputs import SharedInputs
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.routers.base import BlockRouter
@@ -164,14 +164,12 @@ class RoutingContext:
     @contextmanager
     def generating(self, generation: Generation) -> Iterator[None]:
         """Every forward of this thread inside belongs to one generation."""
-        here = running()
-        around, here.generation = here.generation, generation
         self.shared_inputs.prepare()  # Transformers may compile the decoding step
         try:
-            yield
+            with belonging_to(generation):
+                yield
         finally:
             self.shared_inputs.release()  # weights may now be merged or moved, and a compiler does not look
-            here.generation = around
 
     def _with_auxiliary_loss(
         self, module: nn.Module, labels: torch.Tensor | None, kwargs: dict[str, Any], output: Any
