@@ -98,7 +98,8 @@ class BlockList:
                 self._require_centers(name, config, blocks.staging)
                 if blocks.staging and self.schedule.begin(name, config, self.layers(name), self.context):
                     blocks.statistics = True
-        blocks.commits = self.schedule.commits
+        if not torch.compiler.is_compiling():  # a compiled graph would be made again for every new number
+            blocks.commits = self.schedule.commits
         if tokens is not None and collector is None:
             self._look_ahead(blocks, active, (int(tokens.shape[0]), int(tokens.shape[1])), tokens.device)
 
