@@ -62,13 +62,15 @@ class BlockRouter:
         ]
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        active, collector = self.active(), self.group.context.collector
+        if not active and collector is None:
+            return
         h = hidden_states(args, kwargs, self.path)
         self.shape = (h.shape[0], h.shape[1])
-        collector = self.group.context.collector
         if collector is not None:
             collector.observe(self, h)
         recomputing = in_backward()
-        for name in self.active():
+        for name in active:
             gates = self._recall(name, h) if recomputing else None
             if gates is None:
                 gates = self._decide(name, h, module.training)

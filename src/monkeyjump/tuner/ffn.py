@@ -75,6 +75,7 @@ class FeedForwardExperts(LearnedBlockRouter):
         super().__init__(group, block, module)
         self.feed_forward = block.feed_forward
         self.slots: Slots | None = None
+        self.hooked: list[MonkeyJumpLayer] = []
         inner = module.get_submodule(block.feed_forward.removeprefix(f"{block.path}."))
         self._handles += [
             inner.register_forward_pre_hook(self.enter, with_kwargs=True),
@@ -82,10 +83,10 @@ class FeedForwardExperts(LearnedBlockRouter):
         ]
 
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
-        known = {id(layer) for others in self.layers.values() for layer in others}
         super().add(adapter_name, config, block, layers)
         for layer in layers:
-            if id(layer) not in known:
+            if not any(layer is known for known in self.hooked):  # by an adapter that may be deleted by now
+                self.hooked.append(layer)
                 self._handles += [
                     layer.register_forward_pre_hook(self.before_projection),
                     layer.register_forward_hook(self.after_projection),
@@ -111,9 +112,17 @@ class FeedForwardExperts(LearnedBlockRouter):
         config, experts = self.configs[active[0]], decision.gates.shape[-1]
         k = config.top_k or experts if config.learns_router else experts
         self.slots = open_slots(x, decision, k)
-        if args:
-            return (self.slots.repeated, *args[1:]), kwargs
-        return args, {name: self.slots.repeated if value is x else value for name, value in kwargs.items()}
+        given = [self._for_every_copy(value, x) for value in args]
+        return tuple(given), {name: self._for_every_copy(value, x) for name, value in kwargs.items()}
+
+    def _for_every_copy(self, value: Any, x: torch.Tensor) -> Any:
+        """The repeated rows for x; other values per token, such as a residual that the module adds, repeated too."""
+        assert self.slots is not None
+        if value is x:
+            return self.slots.repeated
+        if not isinstance(value, torch.Tensor) or value.shape[: x.dim() - 1] != x.shape[:-1]:
+            return value
+        return value.repeat(self.slots.weights.shape[0], *[1] * (value.dim() - 1))
 
     def _decision(self, name: str, x: torch.Tensor) -> LearnedDecision:
         config, layer = self.configs[name], self.layers[name][0]
