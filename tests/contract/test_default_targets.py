@@ -1,6 +1,6 @@
 # PEFT types its models as unions of tensors and modules; tests look inside.
 # mypy: disable-error-code="arg-type, attr-defined, union-attr"
-"""Targets that are not named work wherever PEFT's LoRA has defaults: what cannot be routed is always on, and is told."""
+"""Targets that are not named work wherever PEFT's LoRA has defaults: what cannot be routed is always on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 
 import monkeyjump as mj
-from tests.helpers import disturb, layers_of, routed_layers, tiny_llama, token_ids
+from tests.helpers import ROUTED, TARGETS, disturb, layers_of, routed_layers, tiny_llama, token_ids
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "deberta": lambda: hf.DebertaModel(hf.DebertaConfig(**SIZES)),
     "bert": lambda: hf.BertModel(hf.BertConfig(**SIZES)),
     "t5": lambda: hf.T5ForConditionalGeneration(
-        hf.T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        hf.T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     ),
     "bart": lambda: hf.BartForConditionalGeneration(
         hf.BartConfig(vocab_size=101, d_model=32, **BART, encoder_ffn_dim=48, decoder_ffn_dim=48)
@@ -97,8 +97,8 @@ def test_the_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
     """q, k and v are routed, o and gate are shared; an empty list of shared modules routes all five."""
     config = settings()
     model = get_peft_model(tiny_llama(), config)
-    assert {path.rpartition(".")[2] for path in routed_layers(model)} == {"q_proj", "k_proj", "v_proj"}
-    assert {path.rpartition(".")[2] for path in layers_of(model)} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"}
+    assert {path.rpartition(".")[2] for path in routed_layers(model)} == set(ROUTED)
+    assert {path.rpartition(".")[2] for path in layers_of(model)} == set(TARGETS)
     assert config.shared_modules == ["o_proj", "gate_proj"]
     model.save_pretrained(str(tmp_path))
     loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path)
@@ -109,8 +109,7 @@ def test_the_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
 
 def test_listed_targets_and_older_files_route_all_of_them(tmp_path: Path) -> None:
     """An adapter that was saved when nothing was shared by default lists its targets, and goes on routing all."""
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
-    model = get_peft_model(tiny_llama(), settings(target_modules=targets))
+    model = get_peft_model(tiny_llama(), settings(target_modules=list(TARGETS)))
     assert len(routed_layers(model)) == 10
     model.save_pretrained(str(tmp_path))
     again = PeftModel.from_pretrained(tiny_llama(), tmp_path)

@@ -64,7 +64,7 @@ def test_a_safe_merge_that_is_refused_merges_nothing(adapter: str) -> None:
         next(broken.monkeyjump_adapter.parameters()).fill_(torch.nan)
     before = {key: value.clone() for key, value in model.state_dict().items() if "base_layer" in key}
     for attempt in (model.merge_and_unload, model.merge_adapter):
-        with pytest.raises(ValueError, match=r"NaNs detected.*adapter default.*'model\.layers\.1\.mlp\.gate_proj'.*Nothing"):
+        with pytest.raises(ValueError, match=r"NaNs detected.*default.*layers\.1\.mlp\.gate_proj'.*Nothing was merged"):
             attempt(safe_merge=True)
         assert_same({key: value for key, value in model.state_dict().items() if "base_layer" in key}, before)
         assert not any(layer.merged for layer in layers_of(model).values())
@@ -74,9 +74,10 @@ def test_a_safe_merge_that_is_refused_merges_nothing(adapter: str) -> None:
 def test_adapters_that_are_active_together_merge_into_what_they_compute(adapter: str, one_by_one: bool) -> None:
     """Each adds what it adds to the frozen output, in any order; taking them out gives the frozen weights back."""
     base = tiny_llama(attention_bias=True)
-    model = adapted(base, adapter=adapter, layers_to_route=[], target_modules=MERGED, shared_modules=None)
+    plain = {"adapter": adapter, "layers_to_route": [], "target_modules": MERGED, "shared_modules": None}
+    model = adapted(base, **plain)
     before = {key: value.clone() for key, value in model.state_dict().items() if "base_layer" in key}
-    model.add_adapter("second", mj_config(adapter=adapter, layers_to_route=[], target_modules=MERGED, shared_modules=None))
+    model.add_adapter("second", mj_config(**plain))
     disturb(model, seed=3)
     model.base_model.set_adapter(["default", "second"])
     expected = logits(model.eval())

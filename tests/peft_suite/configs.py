@@ -20,6 +20,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixlora": {"layout": "ffn", "target_modules": "all-linear", "experts": 4},
     "mola": {"experts": [2, 3]},
 }
+# Models of the tests for adapters on convolutions and on whole attention modules; ours are for linear layers.
+NOT_LINEAR = ("Conv1d", "Conv2d", "Conv3d", "MHA")
 RANDOM_START = "peft_suite_random_start"  # attribute of a configuration
 
 
@@ -58,10 +60,13 @@ def _is_foreign(name: str, value: Any) -> bool:
 
 
 def translatable(value: Any) -> bool:
-    """Whether a parameter of a test holds no setting that only PEFT's LoRA has."""
+    """Whether a parameter of a test holds no setting that only PEFT's LoRA has, and names no layer that is not linear."""
     if isinstance(value, LoraConfig):
         value = value.to_dict()
-    return not isinstance(value, dict) or not any(_is_foreign(*item) for item in value.items())
+    if isinstance(value, dict):
+        embedding = any("emb" in name for name in value.get("target_modules") or ())
+        return not embedding and not any(_is_foreign(*item) for item in value.items())
+    return not (isinstance(value, str) and value.startswith(NOT_LINEAR))
 
 
 def config_class(method: str) -> type[mj.MonkeyJumpConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 import sys
 import types
 from collections import Counter
@@ -70,8 +71,9 @@ def _extend_injection() -> None:
 @torch.no_grad()
 def _randomize(model: torch.nn.Module, adapter_name: str) -> None:
     for layer in model.modules():
-        if isinstance(layer, BaseTunerLayer) and adapter_name in getattr(layer, "monkeyjump_adapter", {}):
-            for name, parameter in layer.monkeyjump_adapter[adapter_name].named_parameters():  # type: ignore[union-attr]
+        adapters: Any = getattr(layer, "monkeyjump_adapter", {})
+        if isinstance(layer, BaseTunerLayer) and adapter_name in adapters:
+            for name, parameter in adapters[adapter_name].named_parameters():
                 small = 0.02 if name.endswith("offset") else 0.2  # an offset may be raised to the 15th power
                 parameter.copy_(small * torch.randn(parameter.shape))
 
@@ -81,9 +83,11 @@ def _with_task_ids(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
     return args, {"task_ids": torch.arange(rows) % 2, **kwargs}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def monkeyjump_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request.module, "LoraConfig", request.param)
+    """In a test that makes its own `LoraConfig`, ours stands in for it; other fixtures make theirs after this one."""
+    if hasattr(request, "param"):
+        monkeypatch.setattr(request.module, "LoraConfig", request.param)
 
 
 class Swap:
@@ -101,7 +105,6 @@ class Swap:
             if isinstance(rows, list):
                 ours |= self._swap_rows(rows)
         if not ours and _uses_lora(metafunc):
-            metafunc.fixturenames.insert(0, METHOD)
             ids = [kind.__name__ for kind in self.classes]
             metafunc.parametrize(METHOD, self.classes, ids=ids, indirect=True)
 
@@ -115,7 +118,7 @@ class Swap:
 
     def _copies(self, row: Any) -> Iterator[Any]:
         if not all(configs.translatable(value) for value in _values(row)):
-            return
+            return  # a setting that only PEFT's LoRA has, or a module that is not linear
         for kind in self.classes:
             values = [configs.translated(value, kind) for value in _values(row)]
             yield pytest.param(*values) if isinstance(row, (tuple, list)) or hasattr(row, "values") else values[0]
@@ -184,10 +187,11 @@ class Judge:
         outcome = report.outcome
         applicable = [entry for entry in self.differences if entry.concerns(item.nodeid, method)]
         if report.failed and call.excinfo is not None:
-            error = f"{call.excinfo.typename}: {call.excinfo.value}"
+            error = f"{call.excinfo.typename}: {call.excinfo.value} <= {_statement(call.excinfo)}"
             entry = next((entry for entry in applicable if entry.explains(error)), None)
             if entry is None:
-                self.unexplained.setdefault(_one_line(error), []).append(item.nodeid.rpartition("::")[2])
+                kind = error.rpartition(" <= ")[0] if "ConfigError" in error else error
+                self.unexplained.setdefault(_one_line(kind), []).append(item.nodeid.rpartition("::")[2])
             else:
                 self.hits[entry] += 1
                 report.outcome, report.wasxfail, outcome = "skipped", entry.reason, "different"
@@ -212,5 +216,12 @@ class Judge:
             terminalreporter.line(f"listed as a difference, but nothing failed so: {entry}", yellow=True)
 
 
+def _statement(failure: pytest.ExceptionInfo) -> str:
+    """The line of PEFT's tests that failed: most of their assertions have no message."""
+    lines = [str(entry.statement) for entry in failure.traceback if PACKAGE in str(entry.path)]
+    return lines[-1].strip() if lines else ""
+
+
 def _one_line(error: str) -> str:
-    return " ".join(error.split())[:300]
+    text = re.sub("0x[0-9a-f]+", "0x", " ".join(error.split()))
+    return text if len(text) < 400 else f"{text[:250]} ... {text[-150:]}"

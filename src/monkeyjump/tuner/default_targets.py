@@ -71,8 +71,8 @@ def settle(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str]
         config.top_k = min(sizes)
     if said:
         warnings.warn(
-            f"target_modules is not a list, so the adapter is fitted to {type(model).__name__}: {', '.join(said)}. List "
-            "target_modules and shared_modules to decide this yourself.",
+            f"target_modules is not a list, so the adapter is fitted to {type(model).__name__}: {', '.join(said)}. "
+            "List target_modules and shared_modules to decide this yourself.",
             stacklevel=2,
         )
 

@@ -213,8 +213,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         names = [*self.merged_adapters, *names]
         self._set_base(*self._folded(frozen, names))
         self.merged_adapters = names
-        dtype = self.get_base_weight().dtype
-        self.frozen = tuple(None if t is None else t.to(dtype) for t in frozen) if len(names) > 1 else None
+        weight, bias, dtype = *frozen, self.get_base_weight().dtype
+        self.frozen = (weight.to(dtype), None if bias is None else bias.to(dtype)) if len(names) > 1 else None
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -233,8 +233,9 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
                 "merge it into. Keep it as an adapter, or merge adapters that are always on (layers_to_route=[])."
             )
         for name in names if safe else []:
-            weight, bias = self._folded(self._frozen(), [name])
-            if not (torch.isfinite(weight).all() and (bias is None or torch.isfinite(bias).all())):
+            tensors = [tensor for tensor in self._folded(self._frozen(), [name]) if tensor is not None]
+            dtype = self.get_base_weight().dtype  # a number may be too large for it
+            if not all(torch.isfinite(tensor.to(dtype)).all() for tensor in tensors):
                 raise ValueError(
                     f"NaNs detected in the merged weights. The adapter {name} seems to be broken: at {self.path!r} it "
                     "gives NaN or infinite numbers. Nothing was merged."
@@ -261,9 +262,9 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         return weight, bias
 
     def _set_base(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        layer, old = self.get_base_layer(), self.get_base_weight()
+        layer: Any = self.get_base_layer()
         weight = weight.T.contiguous() if isinstance(layer, Conv1D) else weight
-        self.set_base_weight(weight.to(old))
+        self.set_base_weight(weight.to(self.get_base_weight()))
         if bias is not None:
             layer.bias.data = bias.to(layer.bias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -42,10 +43,7 @@ class MonkeyJumpModel(BaseTuner):
 
     prefix = "monkeyjump_"
     tuner_layer_cls = MonkeyJumpLayer
-    target_module_mapping: dict[str, Any] = {  # noqa: RUF012  declared on the instance by PEFT
-        **TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
-        **DEFAULT_TARGETS,
-    }
+    target_module_mapping: Any = ChainMap(DEFAULT_TARGETS, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
 
     routing: RoutingContext
 
@@ -164,8 +162,8 @@ class MonkeyJumpModel(BaseTuner):
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         """PEFT's LoRA and (IA)3 have it; here the centres and routers of two adapters have no weighted mean."""
         raise ConfigError(
-            "add_weighted_adapter is not offered for Monkey Jump adapters, whose routing cannot be averaged: make several "
-            "adapters active together, model.base_model.set_adapter([...]), which adds what they do."
+            "add_weighted_adapter is not offered for Monkey Jump adapters, whose routing cannot be averaged: make "
+            "several adapters active together, model.base_model.set_adapter([...]), which adds what they do."
         )
 
     @classmethod
