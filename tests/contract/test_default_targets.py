@@ -117,6 +117,13 @@ def test_listed_targets_and_older_files_route_all_of_them(tmp_path: Path) -> Non
     assert len(routed_layers(again)) == 10
 
 
+@pytest.mark.parametrize(("name", "shared"), [("llama", ["o_proj", "gate_proj"]), ("opt", None)])
+def test_a_preset_without_targets_takes_those_of_the_model(name: str, shared: list[str] | None) -> None:
+    config = mj.methods.build("mjlora", target_modules=None, center_init="random_normalized")
+    get_peft_model(made(name), config)
+    assert config.shared_modules == shared
+
+
 @pytest.mark.parametrize("method", ["moelora", "moa", "mixlora"])
 def test_other_routers_share_nothing_by_default(method: str) -> None:
     config = mj.methods.build(method, preset="mj_paper", target_modules=None, dropout=0.0)

@@ -22,7 +22,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Models of the tests for adapters on convolutions and on whole attention modules; ours are for linear layers.
 NOT_LINEAR = ("Conv1d", "Conv2d", "Conv3d", "MHA")
-RANDOM_START = "peft_suite_random_start"  # attribute of a configuration
+# Attributes of a configuration in these tests.
+RANDOM_START = "peft_suite_random_start"
+METHOD = "peft_suite_method"
 
 
 def method_names() -> list[str]:
@@ -42,14 +44,13 @@ def our_config(method: str, given: dict[str, Any]) -> mj.MonkeyJumpConfig:
         elif name in RENAMED or (name in OURS and value is not None):
             settings[RENAMED.get(name, name)] = value
     if method in mj.methods.names():
-        if not isinstance(settings["target_modules"], list):
-            settings.setdefault("shared_modules", None)
         config = mj.methods.build(method, preset="mj_paper", **{"task_type": None, **settings})
     else:
         config = mj.MonkeyJumpConfig(adapter=method, layers_to_route=[], **settings)
     if config.uses_centers:
         config.center_init = "random_normalized"  # no test calls initialize_centers
     setattr(config, RANDOM_START, random_start)
+    setattr(config, METHOD, method)
     return config
 
 
@@ -60,7 +61,7 @@ def _is_foreign(name: str, value: Any) -> bool:
 
 
 def translatable(value: Any) -> bool:
-    """Whether a parameter of a test holds no setting that only PEFT's LoRA has, and names no layer that is not linear."""
+    """Whether a parameter of a test has no setting that only PEFT's LoRA has and no layer that is not linear."""
     if isinstance(value, LoraConfig):
         value = value.to_dict()
     if isinstance(value, dict):
@@ -75,7 +76,7 @@ def config_class(method: str) -> type[mj.MonkeyJumpConfig]:
     def __new__(cls: type, **given: Any) -> Any:  # noqa: N807  it returns no instance of cls, so __init__ is not called
         return our_config(method, given)
 
-    return type(method, (mj.MonkeyJumpConfig,), {"__new__": __new__, "method": method})
+    return type(method, (mj.MonkeyJumpConfig,), {"__new__": __new__, METHOD: method})
 
 
 def translated(value: Any, ours: type[mj.MonkeyJumpConfig]) -> Any:
@@ -95,4 +96,5 @@ def is_peft_method(value: Any) -> bool:
 
 
 def method_of(value: Any) -> str | None:
-    return getattr(value, "method", None) if isinstance(value, type) else None
+    """The method that a configuration, or what stands in for its class, was made for."""
+    return getattr(value, METHOD, None)

@@ -19,7 +19,6 @@ from peft import LoraConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-import monkeyjump as mj
 from monkeyjump.peft_type import PEFT_TYPE
 from tests.peft_suite import configs
 from tests.peft_suite.differences import Difference, load
@@ -161,13 +160,8 @@ def _uses_lora(metafunc: pytest.Metafunc) -> bool:
 
 def method_of_item(item: pytest.Item) -> str | None:
     """The method of ours that a test runs on; None for a test of PEFT alone."""
-    for value in getattr(getattr(item, "callspec", None), "params", {}).values():
-        method = configs.method_of(value) or getattr(value, "method", None)
-        if method is not None:
-            return method
-        if isinstance(value, mj.MonkeyJumpConfig):
-            return value.adapter
-    return None
+    values = getattr(getattr(item, "callspec", None), "params", {}).values()
+    return next((method for value in values if (method := configs.method_of(value)) is not None), None)
 
 
 class Judge:
@@ -213,7 +207,9 @@ class Judge:
                 terminalreporter.line(f"    {test}")
         idle = [entry for entry in self.differences if self.tried[entry] and not self.hits[entry]]
         for entry in idle:
-            terminalreporter.line(f"listed as a difference, but nothing failed so: {entry}", yellow=True)
+            terminalreporter.line(
+                f"listed, but nothing failed so in this run: {entry.tests} {entry.error}", yellow=True
+            )
 
 
 def _statement(failure: pytest.ExceptionInfo) -> str:
