@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from peft import LoraConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _stand_in_for_what_is_not_here() -> None:
     """Diffusers is only imported by the tests that run here, and nothing may ask whether the hub is online."""
     diffusers: Any = types.ModuleType("diffusers")
+    diffusers.__version__ = "0"
     diffusers.StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})
     sys.modules.setdefault("diffusers", diffusers)
     testing_utils: Any = importlib.import_module(f"{PACKAGE}.testing_utils")
@@ -101,8 +103,10 @@ class Swap:
         ours = False
         for mark in metafunc.definition.iter_markers("parametrize"):
             rows = mark.args[1] if len(mark.args) > 1 else None
-            if isinstance(rows, list):
-                ours |= self._swap_rows(rows)
+            if isinstance(rows, list) and self._swap_rows(rows):
+                ours = True
+                if isinstance(mark.kwargs.get("ids"), list):
+                    del mark.kwargs["ids"]  # type: ignore[attr-defined]  they are as many as there were rows
         if not ours and _uses_lora(metafunc):
             ids = [kind.__name__ for kind in self.classes]
             metafunc.parametrize(METHOD, self.classes, ids=ids, indirect=True)
@@ -120,7 +124,7 @@ class Swap:
             return  # a setting that only PEFT's LoRA has, or a module that is not linear
         for kind in self.classes:
             values = [configs.translated(value, kind) for value in _values(row)]
-            yield pytest.param(*values) if isinstance(row, (tuple, list)) or hasattr(row, "values") else values[0]
+            yield pytest.param(*values)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         others = [item for item in items if method_of_item(item) is None]
@@ -129,7 +133,10 @@ class Swap:
 
 
 def _values(row: Any) -> list[Any]:
-    return list(getattr(row, "values", row) if isinstance(row, (tuple, list)) or hasattr(row, "values") else [row])
+    """The parameters of one case: a tuple, what `pytest.param` makes of one, or a single value."""
+    if isinstance(row, ParameterSet):
+        row = row.values
+    return list(row) if isinstance(row, (tuple, list)) else [row]
 
 
 def _has_lora(row: Any) -> bool:

@@ -194,6 +194,7 @@ class IdleRouter(LearnedBlockRouter):
         super().before(module, args, kwargs)
         h = hidden_states(args, kwargs, self.path)
         for name, gates in self.gates.items():
-            if self.configs[name].aux_loss_weight == 0 and torch.is_grad_enabled():
+            balanced = module.training and self.configs[name].aux_loss_weight > 0
+            if not balanced and torch.is_grad_enabled():
                 h = h + 0.0 * gates.sum().to(h.dtype)
         return ((h, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": h})
