@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 INSTALL := $(BIN)/python -m pip install -q --no-compile
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # packages hold templates that are no Python
 
-.PHONY: quickstart test lint types unit clean
+.PHONY: quickstart test lint types unit peft-suite clean
 
 quickstart: $(VENV)/.user
 	$(BIN)/monkeyjump train quickstart
@@ -27,6 +27,10 @@ types: $(VENV)/.dev
 # One thread a worker: two workers on two cores are faster than one with two threads on models this small.
 unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# PEFT's own tests on our methods, an hour or more; a part: make peft-suite METHODS=mjlora,lora FILES=decoder ARGS=-x
+peft-suite: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.peft_suite.run --methods="$(METHODS)" --files="$(FILES)" -- $(ARGS)
 
 $(VENV)/.torch:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -61,12 +61,15 @@ class MonkeyJumpConfig(PeftConfig):
     )
     degree: int = _help("Propulsion: the output is scaled by p ** degree.", 15)
     target_modules: list[str] | str | None = _help(
-        "Modules to adapt: names (suffix match), a regular expression, 'all-linear', or None for the model's default.",
+        "Modules to adapt: names (suffix match), a regular expression, 'all-linear', or None for the model's default. "
+        "Of the last two, what cannot be routed is always on.",
         None,
     )
     exclude_modules: list[str] | str | None = _help("Modules never to adapt, matched like target_modules.", None)
     shared_modules: list[str] | None = _help(
-        "Targets that are always on, with gate 1; None or [] routes every target.", None
+        "Targets that are always on, with gate 1. [] routes every target, and so does None beside a target_modules; "
+        "with default targets None shares what the paper shares: o_proj and gate_proj on Llama-like models.",
+        None,
     )
     router: str = _help(
         "centroid: tokens against centres (Monkey Jump); linear: a learned softmax; sigmoid: learned gates, each for "

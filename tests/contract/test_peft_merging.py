@@ -11,7 +11,8 @@ from monkeyjump.tuner.layer import MonkeyJumpLayer
 from tests.contract.common import anatomy, logits
 from tests.helpers import ADAPTER_NAMES, adapted, assert_same, disturb, layers_of, mj_config, tiny_llama
 
-pytestmark = pytest.mark.parametrize("adapter", ADAPTER_NAMES)
+MERGED = ["q_proj", "v_proj", "down_proj"]  # (IA)3 scales the input of the last
+pytestmark = pytest.mark.parametrize("adapter", [*ADAPTER_NAMES, "dora", "ia3", "vera"])
 
 
 def test_merging_a_routed_adapter_is_refused(adapter: str) -> None:
@@ -55,14 +56,44 @@ def test_merge_twice_is_once(adapter: str) -> None:
     assert_same(model.state_dict(), once)
 
 
-def test_safe_merge_refuses_nan(adapter: str) -> None:
+def test_a_safe_merge_that_is_refused_merges_nothing(adapter: str) -> None:
+    """The last of ten layers is broken: the nine before it are not merged either."""
     model = adapted(adapter=adapter, layers_to_route=[]).eval()
-    before = model.base_model.model.model.layers[1].mlp.gate_proj.base_layer.weight.detach().clone()
+    broken = model.base_model.model.model.layers[1].mlp.gate_proj
     with torch.no_grad():
-        next(model.base_model.model.model.layers[1].mlp.gate_proj.monkeyjump_adapter.parameters()).fill_(torch.nan)
-    with pytest.raises(ValueError, match="NaN"):
-        model.merge_and_unload(safe_merge=True)
-    assert torch.equal(model.base_model.model.model.layers[1].mlp.gate_proj.base_layer.weight, before)
+        next(broken.monkeyjump_adapter.parameters()).fill_(torch.nan)
+    before = {key: value.clone() for key, value in model.state_dict().items() if "base_layer" in key}
+    for attempt in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError, match=r"NaNs detected.*default.*layers\.1\.mlp\.gate_proj'.*Nothing was merged"):
+            attempt(safe_merge=True)
+        assert_same({key: value for key, value in model.state_dict().items() if "base_layer" in key}, before)
+        assert not any(layer.merged for layer in layers_of(model).values())
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_adapters_that_are_active_together_merge_into_what_they_compute(adapter: str, one_by_one: bool) -> None:
+    """Each adds what it adds to the frozen output, in any order; taking them out gives the frozen weights back."""
+    base = tiny_llama(attention_bias=True)
+    plain = {"adapter": adapter, "layers_to_route": [], "target_modules": MERGED, "shared_modules": None}
+    model = adapted(base, **plain)
+    before = {key: value.clone() for key, value in model.state_dict().items() if "base_layer" in key}
+    model.add_adapter("second", mj_config(**plain))
+    disturb(model, seed=3)
+    model.base_model.set_adapter(["default", "second"])
+    expected = logits(model.eval())
+    if one_by_one:
+        model.merge_adapter(adapter_names=["second"])
+        with pytest.warns(UserWarning, match="additionally merging default"):
+            model.merge_adapter(adapter_names=["default"])
+    else:
+        model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    after = {key: value for key, value in model.state_dict().items() if "base_layer" in key}
+    assert_same(after, before, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    merged = model.merge_and_unload(adapter_names=["second", "default"], safe_merge=True)
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_routed_beside_always_on_merges_only_the_latter(adapter: str) -> None:

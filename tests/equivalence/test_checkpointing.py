@@ -7,8 +7,21 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.helpers import adapted, assert_same, batches, gradients, lm_batch, routing_state, tiny_llama
+import monkeyjump as mj
+from tests.helpers import (
+    VOCAB,
+    adapted,
+    assert_same,
+    batches,
+    disturb,
+    gradients,
+    lm_batch,
+    routing_state,
+    tiny_llama,
+    wrap,
+)
 
 KINDS = [{"use_reentrant": True}, {"use_reentrant": False}]
 MODES: list[dict[str, Any]] = [
@@ -90,6 +103,37 @@ def test_two_forwards_before_one_backward(kind: dict[str, bool]) -> None:
         first = model(**lm_batch(seed=1, prompt=2)).loss
         second = model(**lm_batch(seed=2, prompt=5)).loss
         (first - 0.5 * second).backward()
+        results.append((gradients(model), routing_state(model)))
+    assert_same(results[0][0], results[1][0], rtol=1e-5, atol=1e-7)
+    assert_same(results[0][1], results[1][1])
+
+
+def noisy_gpt2() -> GPT2LMHeadModel:
+    """A model that drops out embeddings, attention and residuals, so that what enters a block is drawn anew."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["mjlora", "moelora", "mixlora"])
+@pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
+def test_a_model_with_dropout_of_its_own(kind: dict[str, bool], method: str) -> None:
+    """From the same seed both runs route alike: a recomputation draws the numbers of its forward."""
+    targets = ["c_attn", "c_proj", "c_fc"]
+    settings: dict[str, Any] = {"r": 2, "dropout": 0.2, "target_modules": targets, "aux_loss_weight": 0.0}
+    if method == "mjlora":
+        settings |= {"center_init": "random_normalized", "ema_interval": 1, "jitter": 0.1}
+    results = []
+    for checkpointing in (False, True):
+        model = wrap(noisy_gpt2(), mj.methods.build(method, **settings))
+        disturb(model)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(kind)
+            model.enable_input_require_grads()
+        torch.manual_seed(7)
+        for batch in batches(2):
+            model(**batch).loss.backward()
         results.append((gradients(model), routing_state(model)))
     assert_same(results[0][0], results[1][0], rtol=1e-5, atol=1e-7)
     assert_same(results[0][1], results[1][1])

@@ -81,6 +81,9 @@ def test_balance_loss_reaches_the_router_of_a_model_without_feed_forward_targets
     silent = wrap(tiny_llama(), mixlora(target_modules=ATTENTION, aux_loss_weight=0.0)).train()
     silent(**lm_batch()).loss.backward()
     assert all(name in gradients(silent) for name in gradients(model))  # zero, not missing: DDP asks for that
+    frozen = wrap(tiny_llama(), mixlora(target_modules=ATTENTION)).eval()  # no balance in evaluation mode
+    frozen(**lm_batch()).loss.backward()
+    assert gradients(frozen).keys() == gradients(model).keys()
     plain = wrap(
         tiny_llama(), mj.methods.build("lora", r=2, alpha=mixlora().alpha, dropout=0.0, target_modules=ATTENTION)
     )

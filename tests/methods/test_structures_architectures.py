@@ -8,6 +8,8 @@ import pytest
 import torch
 from peft import get_peft_model
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Phi3Config,
@@ -20,7 +22,7 @@ from transformers import (
 )
 
 import monkeyjump as mj
-from tests.helpers import disturb, gradients, layers_of, lm_batch
+from tests.helpers import disturb, gradients, layers_of, lm_batch, token_ids
 from tests.methods.common import spread
 
 SIZES: dict[str, Any] = {
@@ -44,12 +46,18 @@ def t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, **more))
 
 
+def bloom() -> BloomForCausalLM:
+    sizes: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+    return BloomForCausalLM(BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, pad_token_id=0))
+
+
 MODELS: dict[str, tuple[Any, list[str], int]] = {
     # how to make it, targets, feed-forward projections per block
     "phi3": (lambda: Phi3ForCausalLM(Phi3Config(**SIZES)), ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], 2),
     "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(head_dim=8, **SIZES)), ALL, 3),
     "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(head_dim=8, **SIZES)), ALL, 3),
     "t5": (t5, ["q", "v", "wi_0", "wi_1", "wo"], 3),
+    "bloom": (bloom, ["query_key_value", "dense_h_to_4h", "dense_4h_to_h"], 2),  # its feed-forward adds the residual
 }
 
 
@@ -108,3 +116,32 @@ def test_moa_without_the_prompt(name: str) -> None:
     with pytest.raises(mj.ConfigError, match="asks for 'prompt'"):
         get_peft_model(made(name), mj.methods.build("moa", **settings))
     check(name, mj.methods.build("moa", extra_experts=["parallel"], **settings), exact=False)
+
+
+def on_bloom() -> mj.MonkeyJumpConfig:
+    return mj.methods.build("mixlora", target_modules=MODELS["bloom"][1], r=2, experts=3, dropout=0.0)
+
+
+def test_a_feed_forward_that_adds_the_residual_itself() -> None:
+    """BLOOM hands the residual to its feed-forward: every copy of a row gets its own, whatever the batch size."""
+    model = check("bloom", on_bloom()).eval()
+    ids = token_ids(3, 6)
+    with torch.no_grad():
+        together = model(input_ids=ids).logits
+        for row in range(3):
+            torch.testing.assert_close(model(input_ids=ids[row : row + 1]).logits, together[row : row + 1])
+
+
+def test_an_adapter_after_the_last_was_deleted() -> None:
+    """The hooks of the first adapter serve the second, once."""
+    model: Any = get_peft_model(made("bloom"), on_bloom()).eval()
+    model.delete_adapter("default")
+    model.add_adapter("again", on_bloom())
+    model.set_adapter("again")
+    fresh: Any = get_peft_model(made("bloom"), on_bloom(), adapter_name="again").eval()
+    for copy in (model, fresh):
+        disturb(copy)
+        spread(copy)
+    with torch.no_grad():
+        expected, found = fresh(**lm_batch()).logits, model(**lm_batch()).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

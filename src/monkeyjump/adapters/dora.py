@@ -35,7 +35,7 @@ from monkeyjump.ops import reference as ops
 class DoraAdapter(LoraAdapter):
     name = "dora"
     linear: BaseLinear | None = None
-    folded: torch.Tensor | None = None  # m / n while merged: the merged weight no longer tells it
+    folded: torch.Tensor | None = None  # m / n of the last merge: the merged weight no longer tells it
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
@@ -79,8 +79,7 @@ class DoraAdapter(LoraAdapter):
             self.folded = self.factors(weight).detach()
             return (self.folded[:, None] * (weight.float() + update)).to(weight.dtype), bias
         assert self.folded is not None
-        factor, self.folded = self.folded.to(weight.device), None
-        return (weight.float() / factor[:, None] - update).to(weight.dtype), bias
+        return (weight.float() / self.folded.to(weight.device)[:, None] - update).to(weight.dtype), bias
 
 
 class DoraMixture(_Experts, DoraAdapter):

@@ -65,8 +65,8 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
         raise ConfigError([f"{key!r} is no setting of {name}.{did_you_mean(key, known)}" for key in unknown])
     settings.update(overrides)
     targets, shared = settings.get("target_modules"), settings.get("shared_modules")
-    if isinstance(targets, list) and shared and "shared_modules" not in overrides:
-        settings["shared_modules"] = [module for module in shared if module in targets]
+    if shared and "shared_modules" not in overrides and not isinstance(targets, str):
+        settings["shared_modules"] = None if targets is None else [module for module in shared if module in targets]
     settings.setdefault("task_type", "CAUSAL_LM")
     return MonkeyJumpConfig(**settings)
 

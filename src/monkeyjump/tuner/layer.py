@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils.quantization_utils import resolve_quantization_backend
+from peft.utils.quantization_utils import quantization_extra_repr, resolve_quantization_backend
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from monkeyjump.adapters import Adapter, Gate
+from monkeyjump.adapters import Gate
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.module_paths import linear_shape
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
     from monkeyjump.tuner.fast.shared_inputs import SharedInput
     from monkeyjump.tuner.routers.base import BlockRouter
+
+Folded = tuple[torch.Tensor, torch.Tensor | None]  # a weight [O, D] and a bias
 
 UNINITIALIZED = -1  # value of `monkeyjump_step` while the centres wait for `initialize_centers`
 
@@ -72,6 +74,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     interrupted one would have.
     """
 
+    cast_input_dtype_enabled = True  # PEFT's `disable_input_dtype_casting` turns it off; no input is cast here anyway
     adapter_layer_names = ("monkeyjump_adapter", "monkeyjump_router", "monkeyjump_parallel", "monkeyjump_prompt")
     other_param_names = (
         "monkeyjump_center",
@@ -105,6 +108,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self.shared: dict[str, SharedInput] = {}  # adapter name -> the projections that read the same input
         self.places: dict[str, int] = {}  # adapter name -> which of these it is
         self.merged_adapters: list[str] = []
+        self.frozen: Folded | None = None  # the base while several adapters are merged: their sum cannot be undone
         self._disable_adapters = False
 
     def update_layer(
@@ -192,40 +196,78 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         if router is not None:
             router[0].forget(adapter_name)
 
+    @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Fold always-on adapters into the base. Each adds what it adds to the frozen linear, as in `forward`."""
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.monkeyjump_adapter]
-        self.check_merge(names)
-        for name in names:
-            self._fold(name, +1, safe_merge)
-            self.merged_adapters.append(name)
+        if not names:
+            return
+        self.check_merge(names, safe_merge)
+        frozen = self._frozen()
+        names = [*self.merged_adapters, *names]
+        self._set_base(*self._folded(frozen, names))
+        self.merged_adapters = names
+        weight, bias, dtype = *frozen, self.get_base_weight().dtype
+        self.frozen = (weight.to(dtype), None if bias is None else bias.to(dtype)) if len(names) > 1 else None
 
+    @torch.no_grad()
     def unmerge(self) -> None:
-        while self.merged_adapters:
-            self._fold(self.merged_adapters.pop(), -1)
+        if self.merged_adapters:
+            self._set_base(*self._frozen())
+            self.merged_adapters, self.frozen = [], None
 
-    def check_merge(self, adapter_names: list[str]) -> None:
-        routed = [name for name in adapter_names if name in self.routers]
+    @torch.no_grad()
+    def check_merge(self, adapter_names: list[str], safe: bool = False) -> None:
+        """Refuse routed adapters and, if `safe`, those that give weights which are no numbers."""
+        names = [name for name in adapter_names if name in self.monkeyjump_adapter]
+        routed = [name for name in names if name in self.routers]
         if routed:
             raise ValueError(
                 f"adapter {routed[0]!r} is routed: its strength depends on the token, so there is no single weight to "
                 "merge it into. Keep it as an adapter, or merge adapters that are always on (layers_to_route=[])."
             )
+        for name in names if safe else []:
+            tensors = [tensor for tensor in self._folded(self._frozen(), [name]) if tensor is not None]
+            dtype = self.get_base_weight().dtype  # a number may be too large for it
+            if not all(torch.isfinite(tensor.to(dtype)).all() for tensor in tensors):
+                raise ValueError(
+                    f"NaNs detected in the merged weights. The adapter {name} seems to be broken: at {self.path!r} it "
+                    "gives NaN or infinite numbers. Nothing was merged."
+                )
 
-    @torch.no_grad()
-    def _fold(self, adapter_name: str, sign: int, safe: bool = False) -> None:
-        adapter: Adapter = self.monkeyjump_adapter[adapter_name]  # type: ignore[assignment]
+    def _frozen(self) -> Folded:
+        """The weight [O, D] and the bias of the base without what is merged into it, at least in fp32."""
         layer = self.get_base_layer()
-        transposed = isinstance(layer, Conv1D)
-        weight = self.get_base_weight()
-        bias = getattr(layer, "bias", None)
-        new_weight, new_bias = adapter.merged(
-            weight.T if transposed else weight, None if bias is None else bias.data, sign
-        )
-        if safe and not (torch.isfinite(new_weight).all() and (new_bias is None or torch.isfinite(new_bias).all())):
-            raise ValueError(f"merging adapter {adapter_name!r} gives NaN or infinite weights; nothing was merged.")
-        self.set_base_weight(new_weight.T.contiguous() if transposed else new_weight)
-        if new_bias is not None:
-            layer.bias.data = new_bias
+        weight, bias = self.frozen or (self.get_base_weight().detach(), getattr(layer, "bias", None))
+        if self.frozen is None and isinstance(layer, Conv1D):
+            weight = weight.T
+        folded = _precise(weight), None if bias is None else _precise(bias.detach())
+        for name in self.merged_adapters if self.frozen is None else []:  # one at most
+            folded = self.monkeyjump_adapter[name].merged(*folded, -1)  # type: ignore[operator]
+        return folded
+
+    def _folded(self, frozen: Folded, adapter_names: list[str]) -> Folded:
+        """The frozen linear with these adapters in it: the sum of what each of them changes."""
+        weight, bias = frozen
+        for name in adapter_names:
+            own_weight, own_bias = self.monkeyjump_adapter[name].merged(*frozen, +1)  # type: ignore[operator]
+            weight = weight + (own_weight - frozen[0])
+            bias = None if bias is None else bias + (own_bias - frozen[1])
+        return weight, bias
+
+    def _set_base(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        layer: Any = self.get_base_layer()
+        weight = weight.T.contiguous() if isinstance(layer, Conv1D) else weight
+        self.set_base_weight(weight.to(self.get_base_weight()))
+        if bias is not None:
+            layer.bias.data = bias.to(layer.bias)
+
+    def extra_repr(self) -> str:
+        return quantization_extra_repr(self)
 
     def __repr__(self) -> str:
         return "monkeyjump." + super().__repr__()
+
+
+def _precise(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

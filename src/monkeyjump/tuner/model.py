@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from peft.peft_model import PeftModel
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers, onload_layer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedModel
 
 from monkeyjump.adapters import ADAPTERS, Adapter
 from monkeyjump.adapters.parallel import ParallelBottleneck
@@ -24,9 +26,10 @@ from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.ranks import RankSelector
 from monkeyjump.tuner.centers.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
+from monkeyjump.tuner.default_targets import DEFAULT_TARGETS, leaves_targets_open, settle, shares_as_the_paper
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.module_paths import block_of, owner_of
-from monkeyjump.tuner.placement import DEFAULT_TARGETS, Block, Placement, place
+from monkeyjump.tuner.placement import Block, Placement, place
 from monkeyjump.tuner.routers.base import BlockRouter
 from monkeyjump.tuner.routers.centroid import CentroidRouter
 from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
@@ -34,16 +37,17 @@ from monkeyjump.tuner.routers.mixlora import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.routers.moa import MoaRouter
 from monkeyjump.tuner.routers.more import MoreRouter
 
+COMPILED = "_orig_mod."  # what torch.compile puts before the paths of the modules of a model
+
 
 class MonkeyJumpModel(BaseTuner):
     """Puts a MonkeyJumpLayer on every target and a router on every block that routes."""
 
     prefix = "monkeyjump_"
     tuner_layer_cls = MonkeyJumpLayer
-    target_module_mapping: dict[str, Any] = {  # noqa: RUF012  declared on the instance by PEFT
-        **TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
-        **DEFAULT_TARGETS,
-    }
+    target_module_mapping: Any = ChainMap(  # noqa: RUF012 - declared on the instance by PEFT
+        DEFAULT_TARGETS, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    )
 
     routing: RoutingContext
 
@@ -55,25 +59,38 @@ class MonkeyJumpModel(BaseTuner):
         """Check everything, then inject: a configuration that does not fit leaves the model as it was."""
         config = cast(MonkeyJumpConfig, self.peft_config[adapter_name])
         _check_name(adapter_name, config)
-        self._prepare_adapter_config(config, self.get_model_config(model))
-        placement = place(model, config, self._target_test(model, config))
+        plain = getattr(model, COMPILED.rstrip("."), model)
+        is_open, paper = leaves_targets_open(config), shares_as_the_paper(config)
+        self._prepare_adapter_config(config, self.get_model_config(plain))
+        is_target = self._target_test(plain, config, kwargs.get("state_dict"))
+        if is_open:
+            settle(plain, config, is_target, paper)
+        placement = place(plain, config, is_target)
         self._placement = placement
-        existing = find_context(model)
-        self.routing = existing if existing is not None else RoutingContext(model)
+        existing = find_context(plain)
+        self.routing = existing if existing is not None else RoutingContext(plain)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except BaseException:
             if existing is None:
                 self.routing.remove()
             raise
-        self._connect(model, adapter_name, config, placement)
+        self._connect(plain, adapter_name, config, placement)
 
-    def _target_test(self, model: nn.Module, config: MonkeyJumpConfig) -> Any:
-        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-            from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
-
+    def _target_test(
+        self, model: nn.Module, config: MonkeyJumpConfig, state_dict: dict[str, torch.Tensor] | None
+    ) -> Callable[[str], bool]:
+        """Whether the module at a path gets an adapter: by the configuration, or by the tensors to be loaded."""
+        if isinstance(config.target_modules, str) and leaves_targets_open(config):
             _maybe_include_all_linear_layers(config, model)
-        return lambda path: bool(self._check_target_module_exists(config, path))
+            # PEFT takes an adapted layer for a linear one by the name of its class, which ours has not.
+            head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+            adapted = {path for path, module in model.named_modules() if isinstance(module, MonkeyJumpLayer)}
+            config.target_modules |= {path for path in adapted if model.get_submodule(path) is not head}  # type: ignore[operator]
+        if state_dict is None:
+            return lambda path: bool(self._check_target_module_exists(config, path))
+        adapted = {key.rsplit(f".{self.prefix}", 1)[0].removeprefix(COMPILED) for key in state_dict}
+        return lambda path: path in adapted
 
     def _create_and_replace(  # type: ignore[override]
         self,
@@ -85,6 +102,7 @@ class MonkeyJumpModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
+        current_key = current_key.removeprefix(COMPILED)
         role = self._placement.role(current_key)
         layer = target
         if not isinstance(layer, MonkeyJumpLayer):
@@ -137,22 +155,28 @@ class MonkeyJumpModel(BaseTuner):
         adapter_names: list[str] | None = None,
     ) -> nn.Module:
         if merge:
-            self._check_all_mergeable(adapter_names)
-        super()._unload_and_optionally_merge(
-            merge=merge, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
-        )
+            self._check_all_mergeable(adapter_names, safe_merge)
+        super()._unload_and_optionally_merge(merge=merge, progressbar=progressbar, adapter_names=adapter_names)
         self.routing.remove()
         return self.model
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        self._check_all_mergeable(adapter_names)
-        super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+        self._check_all_mergeable(adapter_names, safe_merge)
+        super().merge_adapter(adapter_names=adapter_names)
 
-    def _check_all_mergeable(self, adapter_names: Sequence[str] | None) -> None:
-        """Refuse before the first layer is merged, not at the first routed one."""
+    def _check_all_mergeable(self, adapter_names: Sequence[str] | None, safe_merge: bool) -> None:
+        """Refuse before the first layer is merged, not at the first that cannot be: then nothing is half merged."""
         for layer in self.model.modules():
             if isinstance(layer, MonkeyJumpLayer):
-                layer.check_merge(list(adapter_names or layer.active_adapters))
+                with onload_layer(layer):
+                    layer.check_merge(list(adapter_names or layer.active_adapters), safe_merge)
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """PEFT's LoRA and (IA)3 have it; here the centres and routers of two adapters have no weighted mean."""
+        raise ConfigError(
+            "add_weighted_adapter is not offered for Monkey Jump adapters, whose routing cannot be averaged: make "
+            "several adapters active together, model.base_model.set_adapter([...]), which adds what they do."
+        )
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from monkeyjump.config import MonkeyJumpConfig
+
+# Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
+_CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
+_KEY_OR_VALUE = re.compile(r"^(k|v|k_proj|v_proj|key|value|kv|kv_proj)$")
 
 
 def block_index(path: str) -> int:
@@ -29,6 +38,20 @@ def free_linears(modules: dict[str, nn.Module]) -> list[str]:
     """Linear layers, adapted or not, but not the ones inside adapted layers."""
     inside = inside_tuner_layers(modules)
     return [path for path, module in modules.items() if path not in inside and is_linear(module)]
+
+
+def targets_of(modules: dict[str, nn.Module], is_target: Callable[[str], bool]) -> list[str]:
+    """The modules that an adapter is asked for, but not what is inside adapted layers."""
+    inside = inside_tuner_layers(modules)
+    return [path for path in modules if path and path not in inside and is_target(path)]
+
+
+def reads_encoder(path: str, config: MonkeyJumpConfig) -> bool:
+    """Whether a projection of a decoder reads the encoder's tokens while the decoder's tokens are routed one by one."""
+    own_input = config.placement == "projection" and config.router_scope == "projection" and not config.aux_loss_weight
+    parent, _, leaf = path.rpartition(".")
+    crosses = _CROSS_ATTENTION.search(parent) is not None and _KEY_OR_VALUE.match(leaf) is not None
+    return crosses and config.granularity == "token" and not own_input
 
 
 def block_of(path: str, modules: dict[str, nn.Module]) -> str | None:

@@ -5,7 +5,6 @@ Everything that can be wrong between a configuration and a model is found here, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,22 +25,10 @@ from monkeyjump.tuner.module_paths import (
     linear_shape,
     matches,
     owner_of,
+    reads_encoder,
     short_names,
+    targets_of,
 )
-
-# Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
-_CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
-_KEY_OR_VALUE = re.compile(r"^(k|v|k_proj|v_proj|key|value|kv|kv_proj)$")
-
-LLAMA_LIKE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
-DEFAULT_TARGETS: dict[str, list[str]] = {
-    **dict.fromkeys(["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3"], LLAMA_LIKE),
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "bert": ["query", "key", "value"],
-    "modernbert": ["Wqkv", "Wo", "Wi"],
-    "t5": ["q", "k", "v", "o"],
-}
 
 
 @dataclass(frozen=True)
@@ -92,7 +79,7 @@ def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str],
     """Plan an adapter on `model`. Raises one ConfigError that holds every problem."""
     modules = dict(model.named_modules())
     inside = inside_tuner_layers(modules)
-    targets = [path for path in modules if path and path not in inside and is_target(path)]
+    targets = targets_of(modules, is_target)
     problems = _name_problems(modules, targets, inside, config)
     problems += [
         f"target module {path!r} is a {type(module).__name__}; only linear layers can carry an adapter: "
@@ -176,10 +163,15 @@ def _plan_blocks(
         shared = shared or (config.placement == "ffn" and in_attention(path, home))
         if isinstance(config.layers_to_route, list) and block_index(home) not in config.layers_to_route:
             continue
-        routed_by_block.setdefault(home, [])
+        if path not in (config.shared_modules or []):  # a block may be emptied, but only by whole paths
+            routed_by_block.setdefault(home, [])
         if not shared:
             routed_by_block[home].append(path)
-            problems += _cross_attention_problem(path, config)
+            if reads_encoder(path, config):
+                problems.append(
+                    f"target module {path!r} reads the encoder's tokens, which granularity='token' of a decoder block "
+                    "cannot route: use granularity='sequence' or 'task', share it, or exclude it with exclude_modules."
+                )
     problems += _count_problems(routed_by_block, config)
     problems += mixture_problems(config)
     if isinstance(config.experts, list) and len(config.experts) > max(1, len(routed_by_block)):
@@ -221,22 +213,6 @@ def spread_experts(config: MonkeyJumpConfig, routed_by_block: dict[str, list[str
         for blocks in homes.values()
         for position, home in enumerate(sorted(blocks, key=block_index))
     }
-
-
-def _cross_attention_problem(path: str, config: MonkeyJumpConfig) -> list[str]:
-    parent, _, leaf = path.rpartition(".")
-    own_input = config.placement == "projection" and config.router_scope == "projection" and not config.aux_loss_weight
-    if (
-        config.granularity == "token"
-        and not own_input
-        and _CROSS_ATTENTION.search(parent)
-        and _KEY_OR_VALUE.match(leaf)
-    ):
-        return [
-            f"target module {path!r} reads the encoder's tokens, which granularity='token' of a decoder block cannot "
-            "route: use granularity='sequence' or 'task', share it, or exclude it with exclude_modules."
-        ]
-    return []
 
 
 def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpConfig) -> list[str]:

@@ -69,12 +69,22 @@ def close_slots(slots: Slots, output: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _for_every_copy(value: Any, x: torch.Tensor, slots: Slots) -> Any:
+    """The repeated rows for x; other values per token, such as a residual that the module adds, repeated too."""
+    if value is x:
+        return slots.repeated
+    if not isinstance(value, torch.Tensor) or value.shape[: x.dim() - 1] != x.shape[:-1]:
+        return value
+    return value.repeat(slots.weights.shape[0], *[1] * (value.dim() - 1))
+
+
 class FeedForwardExperts(LearnedRouterOfBlock):
     """The experts of one feed-forward: hooks on it and on its adapted projections, and what they share in one call."""
 
     def __init__(self, blocks: BlockList, block: Block, module: nn.Module) -> None:
         super().__init__(blocks, block, module)
         self.feed_forward = block.feed_forward
+        self.hooked: list[MonkeyJumpLayer] = []
         inner = module.get_submodule(block.feed_forward.removeprefix(f"{block.path}."))
         self._handles += [
             inner.register_forward_pre_hook(self.enter, with_kwargs=True),
@@ -82,10 +92,10 @@ class FeedForwardExperts(LearnedRouterOfBlock):
         ]
 
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
-        known = {id(layer) for others in self.layers.values() for layer in others}
         super().add(adapter_name, config, block, layers)
         for layer in layers:
-            if id(layer) not in known:
+            if not any(layer is known for known in self.hooked):  # by an adapter that may be deleted by now
+                self.hooked.append(layer)
                 self._handles += [
                     layer.register_forward_pre_hook(self.before_projection),
                     layer.register_forward_hook(self.after_projection),
@@ -112,9 +122,8 @@ class FeedForwardExperts(LearnedRouterOfBlock):
         config, experts = self.configs[active[0]], decision.gates.shape[-1]
         k = config.top_k or experts if config.learns_router else experts
         slots = call.slots = open_slots(x, decision, k)
-        if args:
-            return (slots.repeated, *args[1:]), kwargs
-        return args, {name: slots.repeated if value is x else value for name, value in kwargs.items()}
+        given = [_for_every_copy(value, x, slots) for value in args]
+        return tuple(given), {name: _for_every_copy(value, x, slots) for name, value in kwargs.items()}
 
     def _decision(self, name: str, x: torch.Tensor) -> LearnedDecision:
         config, layer = self.configs[name], self.layers[name][0]
@@ -194,6 +203,7 @@ class IdleRouter(LearnedRouterOfBlock):
             return None
         h = hidden_states(args, kwargs, self.path)
         for name in self.active():
-            if self.configs[name].aux_loss_weight == 0 and torch.is_grad_enabled():
+            balanced = module.training and self.configs[name].aux_loss_weight > 0
+            if not balanced and torch.is_grad_enabled():
                 h = h + 0.0 * call.gates[name].sum().to(h.dtype)
         return ((h, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": h})

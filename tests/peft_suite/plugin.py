@@ -1,0 +1,230 @@
+"""The pytest plugin that runs PEFT's tests on our methods and compares what fails with the list of differences."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from peft import LoraConfig
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from monkeyjump.peft_type import PEFT_TYPE
+from tests.peft_suite import configs
+from tests.peft_suite.differences import Difference, load
+
+PACKAGE = "peft_tests"
+METHOD = "monkeyjump_method"  # name of the fixture that stands in for `LoraConfig` in a test's module
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--methods", default="", help="methods to run, separated by commas; all where empty")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = [name for name in config.getoption("--methods").split(",") if name]
+    unknown = sorted(set(asked) - set(configs.method_names()))
+    if unknown:
+        raise pytest.UsageError(f"unknown methods {unknown}: choose from {', '.join(configs.method_names())}")
+    _stand_in_for_what_is_not_here()
+    _extend_injection()
+    config.pluginmanager.register(Swap(asked or configs.method_names()), "peft-suite-swap")
+    config.pluginmanager.register(Judge(load(Path(__file__).with_name("differences.toml"))), "peft-suite-judge")
+
+
+def _stand_in_for_what_is_not_here() -> None:
+    """Diffusers is only imported by the tests that run here, and nothing may ask whether the hub is online."""
+    diffusers: Any = types.ModuleType("diffusers")
+    diffusers.__version__ = "0"
+    diffusers.StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})
+    sys.modules.setdefault("diffusers", diffusers)
+    testing_utils: Any = importlib.import_module(f"{PACKAGE}.testing_utils")
+    testing_utils.hub_online_once = lambda model_id: contextlib.nullcontext()
+
+
+def _extend_injection() -> None:
+    """Random adapters where a test asks for them, and task ids for methods that route by them."""
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE]
+    original = tuner.inject_adapter
+
+    def inject_adapter(self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        original(self, model, adapter_name, *args, **kwargs)
+        config = self.peft_config[adapter_name]
+        if getattr(config, configs.RANDOM_START, False):
+            _randomize(model, adapter_name)
+        if config.granularity == "task":
+            model.register_forward_pre_hook(_with_task_ids, with_kwargs=True, prepend=True)
+
+    tuner.inject_adapter = inject_adapter
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module, adapter_name: str) -> None:
+    for layer in model.modules():
+        adapters: Any = getattr(layer, "monkeyjump_adapter", {})
+        if isinstance(layer, BaseTunerLayer) and adapter_name in adapters:
+            for name, parameter in adapters[adapter_name].named_parameters():
+                small = 0.02 if name.endswith("offset") else 0.2  # an offset may be raised to the 15th power
+                parameter.copy_(small * torch.randn(parameter.shape))
+
+
+def _with_task_ids(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    rows = next(value.shape[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return args, {"task_ids": torch.arange(rows) % 2, **kwargs}
+
+
+@pytest.fixture(autouse=True)
+def monkeyjump_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a test that makes its own `LoraConfig`, ours stands in for it; other fixtures make theirs after this one."""
+    if hasattr(request, "param"):
+        monkeypatch.setattr(request.module, "LoraConfig", request.param)
+
+
+class Swap:
+    """Puts our methods where PEFT's tests have its LoRA, and leaves out the tests without it."""
+
+    def __init__(self, methods: list[str]) -> None:
+        self.classes = [configs.config_class(method) for method in methods]
+        self.swapped: set[int] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        ours = False
+        for mark in metafunc.definition.iter_markers("parametrize"):
+            rows = mark.args[1] if len(mark.args) > 1 else None
+            if isinstance(rows, list) and self._swap_rows(rows):
+                ours = True
+                if isinstance(mark.kwargs.get("ids"), list):
+                    del mark.kwargs["ids"]  # type: ignore[attr-defined] # they are as many as there were rows
+        if not ours and _uses_lora(metafunc):
+            ids = [kind.__name__ for kind in self.classes]
+            metafunc.parametrize(METHOD, self.classes, ids=ids, indirect=True)
+
+    def _swap_rows(self, rows: list[Any]) -> bool:
+        """Replace the rows with PEFT's methods by one of each of ours, in place; whether there are any."""
+        if id(rows) not in self.swapped and any(map(_has_lora, rows)):
+            kept = [row for row in rows if not any(map(configs.is_peft_method, _values(row))) or _has_lora(row)]
+            rows[:] = [new for row in kept for new in (self._copies(row) if _has_lora(row) else [row])]
+            self.swapped.add(id(rows))
+        return id(rows) in self.swapped
+
+    def _copies(self, row: Any) -> Iterator[Any]:
+        if not all(configs.translatable(value) for value in _values(row)):
+            return  # a setting that only PEFT's LoRA has, or a module that is not linear
+        for kind in self.classes:
+            values = [configs.translated(value, kind) for value in _values(row)]
+            yield pytest.param(*values)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        others = [item for item in items if method_of_item(item) is None]
+        items[:] = [item for item in items if method_of_item(item) is not None]
+        config.hook.pytest_deselected(items=others)
+
+
+def _values(row: Any) -> list[Any]:
+    """The parameters of one case: a tuple, what `pytest.param` makes of one, or a single value."""
+    if isinstance(row, ParameterSet):
+        row = row.values
+    return list(row) if isinstance(row, (tuple, list)) else [row]
+
+
+def _has_lora(row: Any) -> bool:
+    return any(value is LoraConfig or type(value) is LoraConfig for value in _values(row))
+
+
+def _uses_lora(metafunc: pytest.Metafunc) -> bool:
+    """Whether the test, a fixture of it or a method that it calls has `LoraConfig` in its code."""
+    waiting: list[Any] = [metafunc.function]
+    waiting += [fixture.func for fixtures in metafunc._arg2fixturedefs.values() for fixture in fixtures]
+    seen: set[Any] = set()
+    while waiting:
+        code = getattr(inspect.unwrap(waiting.pop()), "__code__", None)
+        inner = [code] if code is not None else []
+        while inner:
+            code = inner.pop()
+            if code in seen:
+                continue
+            seen.add(code)
+            if "LoraConfig" in code.co_names:
+                return True
+            inner += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+            holders = [holder for holder in (metafunc.cls, metafunc.module) if holder is not None]
+            found = [getattr(holder, name, None) for holder in holders for name in code.co_names]
+            waiting += [function for function in found if inspect.isfunction(function)]
+    return False
+
+
+def method_of_item(item: pytest.Item) -> str | None:
+    """The method of ours that a test runs on; None for a test of PEFT alone."""
+    values = getattr(getattr(item, "callspec", None), "params", {}).values()
+    return next((method for value in values if (method := configs.method_of(value)) is not None), None)
+
+
+class Judge:
+    """Compares failures with the list of differences, and says which of these no longer fail."""
+
+    def __init__(self, differences: list[Difference]) -> None:
+        self.differences = differences
+        self.counts: dict[tuple[str, str], Counter[str]] = {}
+        self.unexplained: dict[str, list[str]] = {}  # error -> tests
+        self.hits: Counter[Difference] = Counter()
+        self.tried: Counter[Difference] = Counter()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+        report: Any = yield
+        method = method_of_item(item) or ""
+        outcome = report.outcome
+        applicable = [entry for entry in self.differences if entry.concerns(item.nodeid, method)]
+        if report.failed and call.excinfo is not None:
+            error = f"{call.excinfo.typename}: {call.excinfo.value} <= {_statement(call.excinfo)}"
+            entry = next((entry for entry in applicable if entry.explains(error)), None)
+            if entry is None:
+                kind = error.rpartition(" <= ")[0] if "ConfigError" in error else error
+                self.unexplained.setdefault(_one_line(kind), []).append(item.nodeid.rpartition("::")[2])
+            else:
+                self.hits[entry] += 1
+                report.outcome, report.wasxfail, outcome = "skipped", entry.reason, "different"
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self.tried.update(applicable)
+            table = self.counts.setdefault((Path(str(item.fspath)).stem, method), Counter())
+            table[outcome] += 1
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section("PEFT's tests on our methods")
+        terminalreporter.line(f"{'file':32} {'method':16} {'passed':>7} {'different':>9} {'skipped':>7} {'failed':>6}")
+        for (file, method), table in sorted(self.counts.items()):
+            columns = [table[name] for name in ("passed", "different", "skipped", "failed")]
+            terminalreporter.line(f"{file:32} {method:16} {columns[0]:7} {columns[1]:9} {columns[2]:7} {columns[3]:6}")
+        for error, tests in sorted(self.unexplained.items(), key=lambda group: -len(group[1])):
+            terminalreporter.line(f"{len(tests)} unexplained: {error}", red=True)
+            for test in tests[:3]:
+                terminalreporter.line(f"    {test}")
+        idle = [entry for entry in self.differences if self.tried[entry] and not self.hits[entry]]
+        for entry in idle:
+            terminalreporter.line(
+                f"listed, but nothing failed so in this run: {entry.tests} {entry.error}", yellow=True
+            )
+
+
+def _statement(failure: pytest.ExceptionInfo) -> str:
+    """The line of PEFT's tests that failed: most of their assertions have no message."""
+    lines = [str(entry.statement) for entry in failure.traceback if PACKAGE in str(entry.path)]
+    return lines[-1].strip() if lines else ""
+
+
+def _one_line(error: str) -> str:
+    text = re.sub("0x[0-9a-f]+", "0x", " ".join(error.split()))
+    return text if len(text) < 400 else f"{text[:250]} ... {text[-150:]}"
