@@ -44,6 +44,14 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     _prepare_the_language_once()
 
 
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    """Our own warnings are errors, whoever they are attributed to.
+
+    The settings file cannot say so: pytest would import the package to find the class before this file is read.
+    """
+    config.addinivalue_line("filterwarnings", "error::monkeyjump.errors.MonkeyJumpWarning")
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """What one test compiled must not serve, or be counted in, the next."""

@@ -61,7 +61,6 @@ def test_padding_changes_nothing(case: dict[str, Any], side: str) -> None:
             torch.testing.assert_close(logits[real], model(input_ids=row[None]).logits[0], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @every
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_changes_nothing(case: dict[str, Any], reentrant: bool) -> None:

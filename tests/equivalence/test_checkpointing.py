@@ -54,7 +54,6 @@ def run(mode: dict[str, Any], kind: dict[str, bool] | None, steps: int = 4) -> t
     return found, states, model
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @pytest.mark.parametrize("mode", MODES, ids=["token", "token dropout jitter", "lora_fa", "sequence", "task"])
 @pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
 def test_on_equals_off(mode: dict[str, Any], kind: dict[str, bool]) -> None:
@@ -70,7 +69,6 @@ def test_on_equals_off(mode: dict[str, Any], kind: dict[str, bool]) -> None:
         assert any(not torch.equal(centres[0][k], centres[-1][k]) for k in centres[0])
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the reference forward, by design
 @pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
 def test_a_forward_with_adapters_off_between_forward_and_backward(kind: dict[str, bool]) -> None:
     """What preference trainers do: the reference model is the same model with its adapters disabled."""

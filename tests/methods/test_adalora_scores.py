@@ -72,7 +72,6 @@ def test_every_real_token_is_counted_once(place: str) -> None:
     assert not any(count.any() for count in counts_of(model).values())
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @every_place
 def test_a_recomputation_counts_nothing(place: str) -> None:
     model = model_of(place)

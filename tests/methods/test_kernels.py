@@ -160,7 +160,6 @@ def test_autocast_of_a_model_in_fp32(method: str, launches: Counter[str]) -> Non
         assert off["triton"] <= cut * off["torch"] + 1e-3 * float(value.norm()), key
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @pytest.mark.parametrize(("method", "reentrant"), [("mjlora", True), ("mjlorafa", False), ("lora", False)])
 def test_gradient_checkpointing_on_is_off(method: str, reentrant: bool) -> None:
     """At the first step already, with dropout, whose seed the recomputation draws again."""

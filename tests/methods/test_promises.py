@@ -79,7 +79,6 @@ def test_padding_changes_nothing(method: str) -> None:
         assert_same(plain, losses_and_gradients(method, padded_batch(method, side)), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @pytest.mark.parametrize("method", CASES)
 def test_checkpointing_changes_nothing(method: str) -> None:
     """Two forwards, then two backwards: a recomputation must not see the mask of the later forward, nor stage again."""
@@ -102,8 +101,6 @@ def test_checkpointing_changes_nothing(method: str) -> None:
     assert_same(found[0], found[1], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("method", CASES)
 def test_reentrant_checkpointing(method: str) -> None:
     """Without a loss on the router it works; with one it cannot, and says what to do."""

@@ -47,16 +47,16 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
 
 
 def low_rank_kernels(rank: int, projections: int) -> None:
-    """Every launcher once with and once without its optional parts."""
+    """Every launcher once with and once without its optional parts, of a wide x and of a narrow one."""
     from monkeyjump.ops.kernels import lora, scale
     from monkeyjump.ops.kernels.parts import total
     from monkeyjump.ops.settings import Dropout, Strengths
 
-    N, D, wide = 64, 96, 80
-    x, base = torch.randn(N, D).bfloat16(), torch.randn(N, wide).bfloat16()
-    As, Bs = [torch.randn(rank, D)] * projections, [torch.randn(wide, rank)] * projections
-    cases = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, 1)), (None, torch.rand(rank), None))
-    for dropout, diagonal, gate in cases:
+    N, wide = 64, 80
+    base, Bs = torch.randn(N, wide).bfloat16(), [torch.randn(wide, rank)] * projections
+    cases = ((96, Dropout(torch.tensor(1), 0.1), None, torch.rand(N, 1)), (1040, None, torch.rand(rank), None))
+    for D, dropout, diagonal, gate in cases:
+        x, As = torch.randn(N, D).bfloat16(), [torch.randn(rank, D)] * projections
         z = lora.down(x, As, dropout)
         strengths = Strengths(0.5, (gate,) * projections, (diagonal,) * projections)
         bases = [None if gate is None else base] * projections
@@ -64,15 +64,16 @@ def low_rank_kernels(rank: int, projections: int) -> None:
         lora.up(bases, z, Bs, strengths, [base] * projections, biases)
         dz, ups = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None)
         downs = lora.down_backward(x, dz, As, dropout, x)
-        lora.down_backward(None, dz, As, dropout, x)
-        lora.down_backward(x, dz, As, dropout, None)
+        if dropout is not None:
+            lora.down_backward(None, dz, As, dropout, x)
+            lora.down_backward(x, dz, As, dropout, None)
         scale.scale(base, torch.rand(wide), 15, gate, 1)
         scale.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
         total([*ups, *downs])
 
 
 def thin_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
-    """Few columns of real sizes, narrow outputs beside a wide one; gates and a mask, or diagonals."""
+    """Few columns, narrow outputs beside a wide one; gates and a mask, or diagonals."""
     from monkeyjump.ops.kernels import thin
     from monkeyjump.ops.settings import Dropout, Strengths
 
@@ -146,16 +147,18 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
+    # every loop over ranks, projections and experts is written out, and takes the compiler as much longer
     low_rank_kernels(rank=16, projections=2)
-    thin_kernels(rank=2, projections=3, width=896, gated=True)
-    thin_kernels(rank=4, projections=2, width=4096, gated=False)
+    thin_kernels(rank=2, projections=2, width=896, gated=True)
+    thin_kernels(rank=4, projections=1, width=1040, gated=False)
     thin_kernels(rank=1, projections=1, width=96, gated=False)
     few_tokens(rank=2, width=896)
-    few_tokens(rank=1, width=4112)  # in more steps than are loaded early
+    few_tokens(rank=1, width=4112, cases=1)  # in more steps than are loaded early
     few_tokens(rank=2, width=96, experts=8)  # through the matrix units
     wide_products()
     logits_kernels(torch.bfloat16, experts=4)
-    for width, experts in ((896, 4), (4096, route.BY_SUMS), (896, route.BY_SUMS + 1)):  # the last by the matrix units
+    # in one step along a row, in many, and by the matrix units
+    for width, experts in ((96, 2), (4096, 2), (896, route.BY_SUMS + 1)):
         routing_kernels(torch.bfloat16, experts, width)
     clustering_kernels(torch.bfloat16, clusters=4)
     clustering_kernels(torch.float32, clusters=16)

@@ -353,7 +353,6 @@ def test_compiled_routing_skips_padding_of_any_kind() -> None:
     assert torch.equal(found[2], expected[2])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of inductor itself
 @pytest.mark.parametrize("backend", [BACKEND, "inductor"])
 def test_compiled_routing_writes_where_it_is_told(backend: str) -> None:
     """The same tensors hold the same sums as in eager mode, at every call."""
@@ -367,7 +366,6 @@ def test_compiled_routing_writes_where_it_is_told(backend: str) -> None:
         assert torch.equal(torch.stack(counts), torch.stack(eager_counts))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of inductor itself
 def test_nothing_copies_what_compiled_routing_has_written() -> None:
     """The graph that is handed to inductor's code generation has the op alone: no clone before it, no copy after it."""
     from torch._inductor.utils import run_and_get_code

@@ -88,13 +88,15 @@ def test_one_launch_is_two_and_the_formula(case: Case, monkeypatch: pytest.Monke
     (z, ys), (z_in_two, ys_in_two), strengths = at_once(case), in_two(case, monkeypatch), case.strengths()
     assert z.dtype == torch.float32
     z64 = (case.x().double() * case.kept()) @ torch.cat(case.downs()).double().T
-    close = 3e-6 if DEVICE.type == "cuda" else 1e-6  # matrix units cut off where others round
-    assert error(z, z64) < (1e-6 if by_sums(case) else max(close, TOLERANCE[case.dtype]))
+    long = 2.0**-24 * case.D**0.5  # the roundings of a sum of D numbers, one after the other: a random walk
+    close = max(3e-6 if DEVICE.type == "cuda" else 1e-6, long)  # matrix units cut off where others round
+    assert error(z, z64) < (max(1e-6, long) if by_sums(case) else max(close, TOLERANCE[case.dtype]))
     assert error(z, z_in_two) < close
     for m, (y, base, B) in enumerate(zip(ys, case.bases(), case.ups(), strict=True)):
         assert y.dtype == case.dtype
-        assert error(y, base.double() + case.scaled(z64, strengths, m) @ B.double().T) < TOLERANCE[case.dtype]
-        assert error(y, ys_in_two[m]) < max(5e-7, TOLERANCE[case.dtype] / 5)
+        y64 = base.double() + case.scaled(z64, strengths, m) @ B.double().T
+        assert error(y, y64) < max(long, TOLERANCE[case.dtype])
+        assert error(y, ys_in_two[m]) < max(5e-7, long, TOLERANCE[case.dtype] / 5)
 
 
 @pytest.mark.usefixtures("poison")

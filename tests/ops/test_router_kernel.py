@@ -123,7 +123,6 @@ def test_float64_states_take_torch(launches: list[str]) -> None:
     assert not launches
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_router_stages_as_an_eager_one() -> None:
     """One op in the graph, which writes into the tensors of the layers: nothing is copied there afterwards."""

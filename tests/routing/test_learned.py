@@ -201,8 +201,6 @@ def test_a_trained_adapter_can_be_evaluated_with_shuffled_gates() -> None:
 # --- in a model ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_equals_eager() -> None:
     """With the balance loss staged inside the graph and added to the loss after it."""

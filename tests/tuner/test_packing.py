@@ -129,8 +129,10 @@ def test_only_what_is_alike_frozen_and_alone_is_packed() -> None:
 
 
 def test_biases_lie_together_too() -> None:
-    pair = linears({}, {})
-    x = torch.randn(2, 4)
+    """With whole numbers, whose sums are exact in every order: one product need not add up as two do."""
+    pair, x = linears({}, {}), torch.randint(-8, 9, (2, 4)).float()
+    for parameter in (parameter for linear in pair for parameter in linear.parameters()):
+        parameter.copy_(torch.randint(-8, 9, parameter.shape))
     expected = torch.cat([linear(x) for linear in pair], 1)
     packed = PackedWeights(pair)
     weight, bias = packed.frozen.weights[0], packed.frozen.biases[0]

@@ -227,7 +227,6 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*bias.*")
 @pytest.mark.parametrize(("lora", "settings", "message"), BAD.values(), ids=BAD.keys())
 def test_what_cannot_be_routed_is_said_and_nothing_is_changed(
     lora: dict[str, Any], settings: dict[str, Any], message: str

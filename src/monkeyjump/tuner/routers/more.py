@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.routing.granularity import row_weights
 from monkeyjump.routing.ranks import RankSelector
 from monkeyjump.tuner.call import BlocksCall, running
@@ -150,5 +150,6 @@ class MoreRouter(LearnedRouterOfBlock):
             warnings.warn(
                 f"adapter {name!r} routes by task but got no `task_ids`: each projection uses the task whose embedding "
                 "is nearest to the prompt. Pass task_ids (one per row) to decide yourself.",
+                MonkeyJumpWarning,
                 stacklevel=2,
             )
