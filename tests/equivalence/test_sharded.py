@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monkeyjump.ops.dispatch import HAS_TRITON, implementation
+from monkeyjump.ops.dispatch import HAS_TRITON, implementation, interpreted
 from tests.helpers import adapted, assert_same, disturb, gradients, layers_of, lm_batch, routing_state, tiny_llama
 from tests.processes import in_new_processes
 
@@ -70,7 +70,7 @@ def worker(rank: int, port: int, folder: str, choice: str) -> None:
 
 
 def test_sharded_is_whole(tmp_path: Path) -> None:
-    choice = "triton" if HAS_TRITON else "torch"
+    choice = "triton" if HAS_TRITON and interpreted() else "torch"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

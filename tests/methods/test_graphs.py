@@ -75,7 +75,9 @@ def test_blocks_share_their_graphs_with_kernels(case: str, monkeypatch: pytest.M
         return together[-1]
 
     pytest.importorskip("triton")
-    model, batch = model_of(case, contrastive_weight=0.0), batch_of(case)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model_of(case, contrastive_weight=0.0).to(device)
+    batch = {name: value.to(device) for name, value in batch_of(case).items()}
     with implementation("triton"):
         with monkeypatch.context() as patch:
             patch.setattr("monkeyjump.tuner.routers.learned.decide_together", spy)

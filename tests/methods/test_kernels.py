@@ -65,13 +65,14 @@ def padded_batch(method: str, seed: int) -> dict[str, torch.Tensor]:
     return on_device(batch)
 
 
-# after one forward the projections know who shares their input: these have a second, whose gradients are compared
+# methods with a second forward, whose gradients are compared
 TWICE = ("lora", "hydralora", "moe_lora_fa", "mjlora", "mjlorafa", "mjadalora", "mjpropulsion")
 
 
 def trained(method: str, choice: str) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """Loss, logits of the real tokens and routing state of every forward, and the gradients of the last."""
-    model = moved(method, **LOUD.get(method, {})).to(DEVICE).train()
+    follows = {"ema_interval": 1} if method.startswith("mj") else {}  # statistics in every forward
+    model = moved(method, **LOUD.get(method, {}), **follows).to(DEVICE).train()
     history = []
     torch.manual_seed(3)
     with implementation(choice):

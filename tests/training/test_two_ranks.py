@@ -25,6 +25,7 @@ SETTINGS += ["train.eval_steps=none", "train.save_steps=none", "evaluate.validat
 
 
 def worker(rank: int, port: int, command: list[str], folder: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks do not fit one GPU
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with (Path(folder) / f"said-{rank}").open("w") as file, contextlib.redirect_stdout(file):
