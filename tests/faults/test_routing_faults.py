@@ -169,7 +169,7 @@ def test_b07_mode_names_are_validated_and_queries_and_centres_come_from_the_same
         with pytest.raises(mj.ConfigError, match=f"{field}='{value}' is not known"):
             mj_config(**{field: value})
     for mode in ("prompt", "last", "mean", "max"):
-        settings = {"granularity": "sequence", "sequence_token": mode, "top_k": 1, "ema_interval": 1}
+        settings: dict[str, Any] = {"granularity": "sequence", "sequence_token": mode, "top_k": 1, "ema_interval": 1}
         model = wrap(tiny_llama(1), center_init="random_tokens", **settings)
         batch = lm_batch(3, 8, prompt=3)
         mj.initialize_centers(model, [batch], num_tokens=3, progress=False)

@@ -69,10 +69,14 @@ def padded_batch(method: str, seed: int) -> dict[str, torch.Tensor]:
 TWICE = ("lora", "hydralora", "moe_lora_fa", "mjlora", "mjlorafa", "mjadalora", "mjpropulsion")
 
 
+def follows(method: str) -> dict[str, Any]:
+    """Centres that follow every forward, so that every forward takes statistics."""
+    return {"ema_interval": 1} if method.startswith("mj") else {}
+
+
 def trained(method: str, choice: str) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """Loss, logits of the real tokens and routing state of every forward, and the gradients of the last."""
-    follows = {"ema_interval": 1} if method.startswith("mj") else {}  # statistics in every forward
-    model = moved(method, **LOUD.get(method, {}), **follows).to(DEVICE).train()
+    model = moved(method, **LOUD.get(method, {}), **follows(method)).to(DEVICE).train()
     history = []
     torch.manual_seed(3)
     with implementation(choice):
@@ -133,7 +137,7 @@ AUTOCAST = {**dict.fromkeys(("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
 def test_autocast_of_a_model_in_its_dtype_changes_nothing(method: str, launches: Counter[str]) -> None:
     """As a Trainer with bf16=True runs a model that was loaded in bf16."""
     plain, cast = (
-        step(moved(method, dropout=0.3).to(DEVICE).to(torch.bfloat16).train(), method, autocast)
+        step(moved(method, dropout=0.3, **follows(method)).to(DEVICE).to(torch.bfloat16).train(), method, autocast)
         for autocast in (False, True)
     )
     assert set(launches) == EXPECTED.get(method, LOW_RANK)
@@ -147,7 +151,7 @@ def test_autocast_of_a_model_in_fp32(method: str, launches: Counter[str]) -> Non
     """Kernels on what autocast has cast: as near to fp32 as torch, and with the dtypes that torch gives."""
     found = {}
     for name, choice, autocast in (("exact", "torch", False), ("torch", "torch", True), ("triton", "triton", True)):
-        model = moved(method, top_k=AUTOCAST[method]).to(DEVICE).train()
+        model = moved(method, top_k=AUTOCAST[method], **follows(method)).to(DEVICE).train()
         with implementation(choice), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
             out = model(**padded_batch(method, 0))
         out.loss.backward()
