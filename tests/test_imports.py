@@ -14,7 +14,7 @@ ROOT = Path(monkeyjump.__file__).parent
 # Each layer may import from itself and from those before it.
 LAYERS = [
     {"registry", "errors", "import_hook", "yaml_files", "record"}
-    | {"peft_type", "config", "config_checks", "config_structures"},
+    | {"peft_type", "config", "config_checks", "config_options", "config_rules"},
     {"ops"},
     {"adapters", "routing"},
     {"tuner"},

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_options import OPTION_NAMES
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
 
@@ -59,7 +60,7 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
         raise ConfigError(str(error.args[0])) from None
     own = [key for key in list(inspect.signature(method).parameters)[1:] if key in overrides]
     settings = method(preset, **{key: overrides.pop(key) for key in own})
-    known = [field.name for field in fields(MonkeyJumpConfig)]
+    known = [*(field.name for field in fields(MonkeyJumpConfig)), *OPTION_NAMES]
     unknown = [key for key in overrides if key not in known]
     if unknown:
         raise ConfigError([f"{key!r} is no setting of {name}.{did_you_mean(key, known)}" for key in unknown])

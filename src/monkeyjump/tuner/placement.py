@@ -198,8 +198,8 @@ def _plan_blocks(
             blocks.append(seen_from_feed_forward(block, routed))
         elif routed:
             linears = [path for path in free_linears(modules) if path.startswith(f"{home}.")]
-            extras, found = plan_extras(home, linears, modules, config.extra_experts or [])
-            norm, missing = plan_norm(home, modules) if config.router_input == "norm" else ("", [])
+            extras, found = plan_extras(home, linears, modules, config.moa.extra_experts or [])
+            norm, missing = plan_norm(home, modules) if config.learned.router_input == "norm" else ("", [])
             problems += found + missing
             names, experts_here = (*block.names, *(extra.kind for extra in extras)), block.experts + len(extras)
             blocks.append(replace(block, extras=extras, norm=norm, names=names, experts=experts_here))
@@ -225,7 +225,11 @@ def spread_experts(config: MonkeyJumpConfig, routed_by_block: dict[str, list[str
 
 def _cross_attention_problem(path: str, config: MonkeyJumpConfig) -> list[str]:
     parent, _, leaf = path.rpartition(".")
-    own_input = config.placement == "projection" and config.router_scope == "projection" and not config.aux_loss_weight
+    own_input = (
+        config.placement == "projection"
+        and config.projection.router_scope == "projection"
+        and not config.learned.aux_loss_weight
+    )
     if (
         config.granularity == "token"
         and not own_input

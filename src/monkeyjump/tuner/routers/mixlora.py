@@ -194,6 +194,6 @@ class IdleRouter(LearnedRouterOfBlock):
             return None
         h = hidden_states(args, kwargs, self.path)
         for name in self.active():
-            if self.configs[name].aux_loss_weight == 0 and torch.is_grad_enabled():
+            if self.configs[name].learned.aux_loss_weight == 0 and torch.is_grad_enabled():
                 h = h + 0.0 * call.gates[name].sum().to(h.dtype)
         return ((h, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": h})
