@@ -133,6 +133,8 @@ def test_options_as_keywords(tmp_path: Path) -> None:
     config.save_pretrained(str(tmp_path))
     assert json.loads((tmp_path / "adapter_config.json").read_text())["method_options"] == options
     assert PeftConfig.from_pretrained(str(tmp_path)) == config
+    with pytest.raises(mj.ConfigError, match="tasks=3 needs placement='nested'"):
+        replace(config, tasks=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'aux_los_weight'"):
         mj.MonkeyJumpConfig(aux_los_weight=0.1)  # type: ignore[call-arg]
 

@@ -6,6 +6,7 @@ What depends on the model (do the modules exist, are there enough of them to rou
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from typing import Any
 from peft.config import PeftConfig
 
 from monkeyjump.config_checks import LEARNED_ROUTERS, config_problems
-from monkeyjump.config_options import OPTION_NAMES, OptionKinds, place_options, read_options
-from monkeyjump.config_rules import choice, flag, fraction, integer, positive, setting, weight
+from monkeyjump.config_options import KINDS, OPTION_NAMES, OptionKinds, place_options, read_options
+from monkeyjump.config_rules import choice, described, flag, fraction, integer, positive, setting, weight
 from monkeyjump.errors import ConfigError
 from monkeyjump.peft_type import PEFT_TYPE
 from monkeyjump.registry import ADAPTERS
@@ -54,24 +55,21 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     alpha: float = positive("The delta is multiplied by alpha / r (unused by propulsion).", 5.0, "the paper uses 5")
     dropout: float = fraction("Dropout on the adapter's input (unused by propulsion).", 0.05, "0 switches dropout off")
     adapter_options: dict[str, Any] | None = setting(
-        "Settings that only the chosen adapter has, e.g. {'d_initial': 0.1} for vera; see docs/adapters.md.", None
+        "Settings that only the chosen adapter has, e.g. {'d_initial': 0.1} for vera; see docs/adapters.md."
     )
     target_modules: list[str] | str | None = setting(
-        "Modules to adapt: names (suffix match), a regular expression, 'all-linear', or None for the model's default.",
-        None,
+        "Modules to adapt: names (suffix match), a regular expression, 'all-linear', or None for the model's default."
     )
-    exclude_modules: list[str] | str | None = setting("Modules never to adapt, matched like target_modules.", None)
+    exclude_modules: list[str] | str | None = setting("Modules never to adapt, matched like target_modules.")
     shared_modules: list[str] | None = setting(
         "Targets that are always on, with gate 1; None or [] routes every target.", None
     )
-    layers_to_transform: list[int] | int | None = setting("Blocks that get adapters; None = all.", None)
-    layers_pattern: list[str] | str | None = setting(
-        "Name of the block list, where layers_to_transform is ambiguous.", None
-    )
+    layers_to_transform: list[int] | int | None = setting("Blocks that get adapters; None = all.")
+    layers_pattern: list[str] | str | None = setting("Name of the block list, where layers_to_transform is ambiguous.")
     layers_to_route: list[int] | int | None = setting(
-        "Blocks that route; the other adapted blocks are plain PEFT. None = all, [] = none.", None
+        "Blocks that route, the others are plain PEFT; None = all, [] = none."
     )
-    modules_to_save: list[str] | None = setting("Further modules to train and save whole, e.g. a new head.", None)
+    modules_to_save: list[str] | None = setting("Further modules to train and save whole, e.g. a new head.")
 
     # Who is chosen, and how strongly
     top_k: int | None = integer(
@@ -86,18 +84,14 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         "too; 1 keeps the strength of an adapter trained without gates. None leaves them as they come.", None,
         "1 keeps the strength of plain PEFT, None leaves the gates as they come",
     )  # fmt: skip
-    jitter: float = weight(
-        "Deviation of the noise added to the logits of routing, in training only.", 0.0, "0 switches the noise off"
-    )
+    jitter: float = weight("Deviation of noise on the logits, in training only.", 0.0, "0 switches the noise off")
     granularity: str = choice("Who decides", "token", "sequence", "task")
     sequence_token: str = choice("granularity='sequence': the state that decides", "prompt", "last", "mean", "max")
     task_experts: list[int] | None = setting(
-        "granularity='task': the routed projection (by position) of each task id; None: task i takes expert i mod E.",
-        None,
+        "granularity='task': the routed projection (by position) of each task id; None: task i takes expert i mod E."
     )
     route_space: str = choice(
-        "raw (the paper), or centered: the mean token, estimated at initialisation, is subtracted first.",
-        *("raw", "centered"),
+        "raw (the paper), or centered: less the mean token, estimated at initialisation.", "raw", "centered"
     )
 
     # Where the centres start, and how they follow the tokens
@@ -106,16 +100,13 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     ema_momentum: float = fraction(
         "Weight of the old centre in one update.", 0.5, "the paper uses 0.5; to freeze the centres set ema_stop=0"
     )
-    ema_interval: int = integer(
-        "Training forwards between two updates of the centres.", 2, 1, "1 updates after every training forward"
-    )
+    ema_interval: int = integer("Training forwards per update.", 2, 1, "1 updates after every training forward")
     ema_stop: int = integer("No update after this many training forwards.", 5_000, 0, "0 never moves the centres")
     ema_assign: str = choice(
         "Tokens that move a centre: all routed to it (topk), or those it is first for (top1).", "topk", "top1"
     )
     ema_space: str = choice(
-        "normalized: centres and means live on L2-normalised tokens; raw: on the tokens as they are.",
-        *("normalized", "raw"),
+        "normalized: centres and means are of L2-normalised tokens; raw: of tokens as they are.", "normalized", "raw"
     )
 
     # Other methods than Monkey Jump: controls and baselines
@@ -133,7 +124,7 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         "placement='projection' or 'ffn': experts N; a list is spread over the blocks in equal parts (MoLA).", 4
     )
     method_options: dict[str, Any] | None = setting(
-        "Settings that only this router or placement has, e.g. {'aux_loss_weight': 0.01}; see docs/methods.md.", None
+        "Settings that only this router or placement has, e.g. {'aux_loss_weight': 0.01}; see docs/methods.md."
     )
 
     def __post_init__(self) -> None:
@@ -183,21 +174,23 @@ def _take_options_as_keywords(init: Callable[..., None]) -> Callable[..., None]:
     """The constructor with every option as a keyword too; the signature stays that of the fields.
 
     PEFT drops what it does not find in the signature as soon as a file holds one unknown name. Unknown names of a file
-    (it says its `peft_type`) are therefore dropped here, with PEFT's warning, before PEFT would drop the options.
+    (it spells its `peft_type`) are therefore dropped here, with PEFT's warning, before PEFT would drop the options.
     """
 
     @functools.wraps(init)
     def constructor(self: MonkeyJumpConfig, *args: Any, **given: Any) -> None:
-        saved = given.get("peft_type") is not None
+        saved = type(given.get("peft_type")) is str  # a copied configuration has PEFT's enumeration there
         self.__dict__["_given_options"] = {name: given.pop(name) for name in OPTION_NAMES if name in given}, saved
         unknown = sorted(given.keys() - {field.name for field in fields(self)}) if saved else []
         if unknown:
-            warnings.warn(
-                f"Unexpected keyword arguments {unknown} for class MonkeyJumpConfig, these are ignored.", stacklevel=2
-            )
+            warnings.warn(f"Unexpected keyword arguments {unknown} for class MonkeyJumpConfig: ignored.", stacklevel=2)
         init(self, *args, **{name: value for name, value in given.items() if name not in unknown})
 
     return constructor
 
 
 MonkeyJumpConfig.__init__ = _take_options_as_keywords(MonkeyJumpConfig.__init__)  # type: ignore[method-assign]
+_kinds = [f"method_options with {kind.needs}:\n{described(fields(kind))}" for kind in KINDS.values()]
+MonkeyJumpConfig.__doc__ = "\n\n".join(
+    [inspect.cleandoc(MonkeyJumpConfig.__doc__ or ""), described(fields(MonkeyJumpConfig)), *_kinds]
+)

@@ -53,25 +53,22 @@ def _module_problems(config: MonkeyJumpConfig) -> list[str]:
             re.compile(pattern if isinstance(pattern, str) else "")
         except re.error as error:
             found.append(f"{name}={pattern!r} is no regular expression ({error}): correct it, or list module names.")
-    if isinstance(config.shared_modules, str):
-        found.append(
-            f"shared_modules={config.shared_modules!r} must be a list of names: write [{config.shared_modules!r}]."
-        )
-    elif isinstance(config.target_modules, list) and config.shared_modules:
-        targets = config.target_modules
-        for name in config.shared_modules:
+    shared, targets = config.shared_modules, config.target_modules
+    if isinstance(shared, str):
+        found.append(f"shared_modules={shared!r} must be a list of names: write [{shared!r}].")
+    elif isinstance(targets, list) and shared:
+        for name in shared:
             if name not in targets and not any(t.endswith(f".{name}") or name.endswith(f".{t}") for t in targets):
-                hint = did_you_mean(name, targets)
                 found.append(
                     f"shared_modules names {name!r}, which is not among target_modules={targets}: "
-                    f"add it to target_modules or take it out.{hint}"
+                    f"add it to target_modules or take it out.{did_you_mean(name, targets)}"
                 )
-        if set(targets) <= set(config.shared_modules) and config.layers_to_route != []:
+        if set(targets) <= set(shared) and config.layers_to_route != []:
             found.append(
-                f"shared_modules={config.shared_modules} holds every target, so nothing is left to route: "
+                f"shared_modules={shared} holds every target, so nothing is left to route: "
                 "take at least one out, or set layers_to_route=[] for adapters that are always on."
             )
-    if isinstance(config.target_modules, str) and config.layers_to_transform is not None:
+    if isinstance(targets, str) and config.layers_to_transform is not None:
         found.append(
             f"layers_to_transform={config.layers_to_transform} has no effect on a target_modules pattern: "
             "list module names, or put the block numbers into the pattern."
@@ -80,12 +77,9 @@ def _module_problems(config: MonkeyJumpConfig) -> list[str]:
         value = getattr(config, name)
         if value is not None and any(not is_int(i) or i < 0 for i in value):
             found.append(f"{name}={value!r} must hold block numbers >= 0: count blocks from 0.")
-    if config.task_experts is not None and (
-        not config.task_experts or any(not is_int(e) or e < 0 for e in config.task_experts)
-    ):
-        found.append(
-            f"task_experts={config.task_experts!r} must list one expert position >= 0 per task id, e.g. [0, 1, 2]."
-        )
+    experts = config.task_experts
+    if experts is not None and (not experts or any(not is_int(e) or e < 0 for e in experts)):
+        found.append(f"task_experts={experts!r} must list one expert position >= 0 per task id, e.g. [0, 1, 2].")
     return found
 
 

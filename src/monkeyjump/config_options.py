@@ -76,8 +76,7 @@ class LearnedOptions(MethodOptions):
     aux_loss_weight: float = weight("router='linear': weight of the load-balance loss.", 0.0, OFF)
     lb_norm: str = choice("Balance loss of an even load: switch, 1; mixtral, top_k.", "switch", "mixtral")
     lb_reduce: str = choice(
-        "Balance over routers: mean or sum of their losses, or global: one loss on the load of all together.",
-        *("mean", "sum", "global"),
+        "Over routers: mean or sum of their losses, or global: one loss on the load of all.", "mean", "sum", "global"
     )
 
     def problems(self, config: MonkeyJumpConfig) -> list[str]:
@@ -107,7 +106,7 @@ class SigmoidOptions(MethodOptions):
 
     router_hidden: str | None = choice("None is linear with bias; swiglu has a layer of 4 E.", None, "swiglu")
     threshold: float | None = setting(
-        "None keeps every expert; a number is G_max: an expert is kept where its gate reaches G_max * sigmoid(w x + c)",
+        "None keeps every expert; a number G_max keeps those whose gate reaches G_max * sigmoid(w x + c).",
         None, lambda value: is_number(value) and 0 < value <= 1, "in (0, 1], or None for soft gates",
         "MoA's authors use 0.5",
     )  # fmt: skip
@@ -142,9 +141,7 @@ class MoreOptions(MethodOptions):
     serves = staticmethod(lambda config: config.placement == "nested")
 
     tasks: int = integer("How many tasks there are.", 8, 1, "MoRE's authors use 8")
-    task_width: int | None = integer(
-        "Width of a task embedding.", None, 1, "None is the width of the projection's input"
-    )
+    task_width: int | None = integer("Width of a task embedding.", None, 1, "None is that of the projection's input")
     rank_scale: str = choice("Weight of rank i of r: code, (i/r)^2; linear, i/r; none, 1.", "code", "linear", "none")
     task_rep: str = choice(
         "The state that is compared with the task embeddings: mean of the prompt, its last token (prompt), or the "

@@ -7,20 +7,17 @@ the default, or where `none` says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field
 from typing import Any
 
 from monkeyjump.registry import did_you_mean
 
+Test = Callable[[Any], bool]
+
 
 def setting(
-    text: str,
-    default: Any,
-    allows: Callable[[Any], bool] | None = None,
-    rule: str = "",
-    fix: str = "",
-    none: bool = False,
+    text: str, default: Any = None, allows: Test | None = None, rule: str = "", fix: str = "", none: bool = False
 ) -> Any:
     """A setting of any kind; a value that it does not allow is told the rule and the fix."""
 
@@ -67,6 +64,12 @@ def value_problems(values: Mapping[str, Any], settings: Mapping[str, Field[Any]]
     """What is wrong with each value by itself: the setting, its value, the rule and the fix."""
     told = {name: settings[name].metadata.get("problem", lambda value: "")(value) for name, value in values.items()}
     return [f"{name}={values[name]!r} {words}" for name, words in told.items() if words]
+
+
+def described(settings: Iterable[Field[Any]]) -> str:
+    """The reference of those that are settings: name, default and help."""
+    own = [each for each in settings if "problem" in each.metadata]
+    return "\n".join(f"  {each.name} = {each.default!r}: {each.metadata['help']}" for each in own)
 
 
 def is_int(value: Any) -> bool:

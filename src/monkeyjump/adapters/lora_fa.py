@@ -21,15 +21,12 @@ from monkeyjump.ops import reference as ops
 class LoraFaAdapter(LoraAdapter):
     name = "lora_fa"
     fused = True
-    options: ClassVar[dict[str, Any]] = {
-        "project_gradient": flag(
-            "Train B by the step whose change of the weight is nearest to the full gradient (PEFT's LoRA-FA "
-            "optimizer): its gradient becomes g (A A^T)^-1 / scale^2."
-        )
-    }
+    # PEFT's LoRA-FA optimizer: the change of the weight is then the nearest to the full gradient.
+    options: ClassVar[dict[str, Any]] = {"project_gradient": flag("B's gradient becomes g (A A^T)^-1 / scale^2.")}
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
+        self.project_gradient: bool = self.option("project_gradient", config)
         A = self.A.detach()
         del self.A
         self.register_buffer("A", A)

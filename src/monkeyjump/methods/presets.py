@@ -86,12 +86,8 @@ def _monkey_jump(adapter: str, about: str, **settings: Any) -> Callable[[str], d
     """The paper's own setting: q, k, v routed, o and gate shared; its published form is the matched one."""
 
     def preset(protocol: str) -> dict[str, Any]:
-        return {
-            "adapter": adapter,
-            "target_modules": list(PAPER_TARGETS),
-            "shared_modules": list(PAPER_SHARED),
-            **settings,
-        }
+        modules = {"target_modules": list(PAPER_TARGETS), "shared_modules": list(PAPER_SHARED)}
+        return {"adapter": adapter, **modules, **settings}
 
     preset.__doc__ = f"{about}\n\nq, k, v routed, o and gate shared. Both presets are the paper's setting."
     return preset
@@ -105,15 +101,9 @@ for _name, _about in {
     "propulsion": "Propulsion (Kowsher et al., 2024): every output scaled by p ** 15.",
 }.items():
     METHODS.add(_name, _plain(_name, _about))
-for _name, _adapter in {
-    "mjlora": "lora",
-    "mjlorafa": "lora_fa",
-    "mjadalora": "adalora",
-    "mjpropulsion": "propulsion",
-}.items():
-    METHODS.add(
-        _name, _monkey_jump(_adapter, f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres.")
-    )
+for _adapter in ("lora", "lora_fa", "adalora", "propulsion"):
+    _about = f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres."
+    METHODS.add(f"mj{_adapter.replace('_', '')}", _monkey_jump(_adapter, _about))
 
 # Controls: what a comparison needs before it may say that routing helps.
 for _name, _about, _settings in (

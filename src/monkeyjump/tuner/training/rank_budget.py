@@ -15,7 +15,7 @@ from monkeyjump.tuner.training.regularizer import active_adapters
 
 def rank_budget(step: int, adapters: int, config: MonkeyJumpConfig) -> int:
     """How many ranks the model may keep after optimiser step `step`: all, then a cubic decay, then the target."""
-    first, last = _shrinking(config)
+    first, last = _option("tinit", config), _option("total_step", config) - _option("tfinal", config)
     start, target = adapters * config.r, adapters * _option("target_r", config)
     if step <= first:
         return start
@@ -57,12 +57,7 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
 
 def _in_final_phase(step: int, config: MonkeyJumpConfig) -> bool:
     """Whether the budget has reached its target, which must hold then even if no `deltaT`-th step comes any more."""
-    return step >= _shrinking(config)[1]
-
-
-def _shrinking(config: MonkeyJumpConfig) -> tuple[int, int]:
-    """The optimiser steps between which the budget shrinks."""
-    return _option("tinit", config), _option("total_step", config) - _option("tfinal", config)
+    return step >= _option("total_step", config) - _option("tfinal", config)
 
 
 def _option(name: str, config: MonkeyJumpConfig) -> Any:
