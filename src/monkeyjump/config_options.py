@@ -194,14 +194,20 @@ def place_options(config: MonkeyJumpConfig, given: dict[str, Any], saved: bool) 
     """
     for name, value in given.items():
         if name in METHOD_OPTIONS:
-            target, owners = "method_options", METHOD_OPTIONS[name]
-            is_read, default = any(kind.serves(config) for kind in owners), getattr(owners[0], name)
+            target, default = "method_options", getattr(METHOD_OPTIONS[name][0], name)
         else:
             target, default = "adapter_options", ADAPTERS.get(ADAPTER_OPTIONS[name]).default(name)
-            is_read = config.adapter in ADAPTERS and name in ADAPTERS.get(config.adapter).options
         options = getattr(config, target)
-        if (is_read or not (saved or value == default)) and isinstance(options, dict | None):
+        says_something = reads_option(config, name) or not (saved or value == default)
+        if says_something and isinstance(options, dict | None):
             setattr(config, target, {**(options or {}), name: value})
+
+
+def reads_option(config: MonkeyJumpConfig, name: str) -> bool:
+    """Whether the router, the placement or the adapter of a configuration has an option of this name."""
+    if name in METHOD_OPTIONS:
+        return any(kind.serves(config) for kind in METHOD_OPTIONS[name])
+    return config.adapter in ADAPTERS and name in ADAPTERS.get(config.adapter).options
 
 
 def read_options(config: MonkeyJumpConfig) -> list[str]:
@@ -223,12 +229,12 @@ def read_options(config: MonkeyJumpConfig) -> list[str]:
 
 
 def _owner_problem(name: str, value: Any, config: MonkeyJumpConfig) -> list[str]:
-    owners = METHOD_OPTIONS.get(name)
     here = f"router={config.router!r} with placement={config.placement!r}"
-    if owners is None:
-        known = [known for known, kinds in METHOD_OPTIONS.items() if any(kind.serves(config) for kind in kinds)]
-        listed = f"it has {', '.join(known)}" if known else "it has none"
-        return [f"method_options names {name!r}, which {here} does not have: {listed}.{did_you_mean(name, known)}"]
-    if any(kind.serves(config) for kind in owners):
-        return []
-    return [f"{name}={value!r} needs {' or '.join(kind.needs for kind in owners)}, not {here}: set it, or drop {name}."]
+    if name not in METHOD_OPTIONS:
+        known = [known for known in METHOD_OPTIONS if reads_option(config, known)]
+        listed = f"it has {', '.join(known) or 'none'}.{did_you_mean(str(name), known)}"
+        return [f"method_options names {name!r}, which {here} does not have: {listed}"]
+    needs = " or ".join(kind.needs for kind in METHOD_OPTIONS[name])
+    return (
+        [] if reads_option(config, name) else [f"{name}={value!r} needs {needs}, not {here}: set it, or drop {name}."]
+    )

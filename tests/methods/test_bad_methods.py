@@ -42,6 +42,11 @@ def test_values(settings: dict[str, Any], message: str) -> None:
         mj_config(shared_modules=None, **settings)
 
 
+def test_options_in_a_dict_are_overrides_too() -> None:
+    config = mj.methods.build("moelora", method_options={"aux_loss_weight": 0.5}, lb_norm="mixtral")
+    assert config.method_options == {"aux_loss_weight": 0.5, "lb_norm": "mixtral"}
+
+
 def test_top_k_above_the_experts_of_some_block() -> None:
     with pytest.raises(mj.ConfigError, match="exceeds the 2 experts of some block"):
         mj.methods.build("mola", top_k=3)

@@ -7,12 +7,12 @@ comparison of the Monkey Jump paper: the same targets, rank, scale and dropout f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.config_options import OPTION_NAMES
+from monkeyjump.config_options import OPTION_NAMES, reads_option
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
 
@@ -64,12 +64,27 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
     unknown = [key for key in overrides if key not in known]
     if unknown:
         raise ConfigError([f"{key!r} is no setting of {name}.{did_you_mean(key, known)}" for key in unknown])
+    for options in (overrides.get("adapter_options"), overrides.get("method_options")):
+        settings = {
+            key: value for key, value in settings.items() if not isinstance(options, dict) or key not in options
+        }
     settings.update(overrides)
     targets, shared = settings.get("target_modules"), settings.get("shared_modules")
     if isinstance(targets, list) and shared and "shared_modules" not in overrides:
         settings["shared_modules"] = [module for module in shared if module in targets]
     settings.setdefault("task_type", "CAUSAL_LM")
     return MonkeyJumpConfig(**settings)
+
+
+def overrides_of_each(names: Sequence[str], preset: str, overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The overrides of several methods: an option that only some of them read is left out for the others."""
+    shared = {key: value for key, value in overrides.items() if key not in OPTION_NAMES}
+    configs = {name: build(name, preset, **shared) for name in names}
+    readers = {key: [name for name in names if reads_option(configs[name], key)] for key in overrides.keys() - shared}
+    return {
+        name: {key: value for key, value in overrides.items() if not readers.get(key) or name in readers[key]}
+        for name in names
+    }
 
 
 def _plain(adapter: str, about: str) -> Callable[[str], dict[str, Any]]:
