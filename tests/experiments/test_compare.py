@@ -24,6 +24,7 @@ class FakeRuns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, float, int, bool]] = []
         self.gates: list[float] = []
+        self.settings: list[dict[str, Any]] = []
         self.tested: list[str] = []
         self.diverge: set[float] = set()  # rates at which training blows up
         monkeypatch.setattr(module, "run", self.run)
@@ -34,6 +35,7 @@ class FakeRuns:
 
     def run(self, recipe: Recipe, *, overwrite: bool, test: bool) -> Any:
         lr = recipe.train.lr
+        self.settings.append(recipe.adapter)
         self.asked.append((recipe.method, lr, recipe.seed, test))
         if recipe.method.endswith("_uniform"):
             self.gates.append(recipe.adapter["uniform_gate"])
@@ -69,6 +71,14 @@ class FakeRuns:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     return FakeRuns(monkeypatch)
+
+
+def test_an_option_goes_to_the_methods_that_read_it(fakes: FakeRuns, tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", ["adapter.tasks=14", "adapter.r=4"])
+    compare(recipe, ["lora", "more"], [0], [1e-3], tmp_path, controls=False)
+    assert fakes.settings == [{"init_tokens": 1000, "r": 4}, {"init_tokens": 1000, "r": 4, "tasks": 14}]
+    with pytest.raises(ConfigError, match="tasks=14 needs placement='nested'"):
+        compare(recipe, ["lora"], [0], [1e-3], tmp_path, controls=False)
 
 
 def test_the_rate_is_chosen_on_validation_and_only_final_runs_see_test(fakes: FakeRuns, tmp_path: Path) -> None:

@@ -116,12 +116,12 @@ def test_losses_and_loads_are_those_of_every_router(case: str) -> None:
     mask = batch["attention_mask"].bool()
     said = [load_and_probability(decision, mask) for decision in found.values()]
     loads, probabilities = (torch.stack(both) for both in zip(*said, strict=True))
-    if config.lb_reduce == "global":
+    if config.learned.lb_reduce == "global":
         loads, probabilities = loads.mean(0, keepdim=True), probabilities.mean(0, keepdim=True)
     each = torch.stack(
-        [balance_loss(f, p, config.top_k, config.lb_norm) for f, p in zip(loads, probabilities, strict=True)]
+        [balance_loss(f, p, config.top_k, config.learned.lb_norm) for f, p in zip(loads, probabilities, strict=True)]
     )
-    expected = each.sum() if config.lb_reduce == "sum" else each.mean()
+    expected = each.sum() if config.learned.lb_reduce == "sum" else each.mean()
     torch.testing.assert_close(model.base_model.routing.losses.last["balance"], expected, rtol=1e-6, atol=1e-7)
     staged = staged_load(model)
     if "published" in case:

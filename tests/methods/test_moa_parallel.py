@@ -206,8 +206,8 @@ def test_half_precision() -> None:
 def test_bad_input() -> None:
     with pytest.raises(mj.ConfigError, match="each once at most"):
         moa(extra_experts=["paralel"])
-    with pytest.raises(mj.ConfigError, match="learned router"):
-        mj.MonkeyJumpConfig(extra_experts=["parallel"])
+    with pytest.raises(mj.ConfigError, match="needs placement='block' with router='sigmoid'"):
+        mj.MonkeyJumpConfig(method_options={"extra_experts": ["parallel"]})
     with pytest.raises(mj.ConfigError, match="have no router"):
         moa(layers_to_route=[])
     bert = BertModel(

@@ -100,8 +100,8 @@ def compare(
 ) -> Comparison:
     """Run whatever of the grid is not there yet, then put it together."""
     chosen = with_controls(methods) if controls else list(dict.fromkeys(methods))
-    for method in chosen:
-        presets.build(method, recipe.preset, **recipe.adapter)  # every bad name or setting before the first run
+    for method, settings in presets.overrides_of_each(chosen, recipe.preset, recipe.adapter).items():
+        presets.build(method, recipe.preset, **settings)  # every bad name or setting before the first run
     if not seeds or not lrs:
         raise ConfigError("compare needs at least one seed and one learning rate.")
     writable_folder(output, "output")
@@ -143,6 +143,8 @@ def _cell_recipe(comparison: Comparison, output: Path, method: str, lr: float, s
     settings.update(method=method, seed=seed, name=f"{method}-{lr:g}-{seed}")
     settings["output"] = str(output / "cells" / method / f"lr-{lr:g}" / f"seed-{seed}")
     settings["train"]["lr"] = lr
+    own = presets.overrides_of_each(comparison.methods, comparison.recipe.preset, settings["adapter"])
+    settings["adapter"] = own[method]
     if method.endswith("_uniform") and "uniform_gate" not in settings["adapter"]:
         settings["adapter"] |= _matched_gate(comparison, method.removesuffix("_uniform"))
     return recipe_from(settings)

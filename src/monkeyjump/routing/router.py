@@ -139,7 +139,7 @@ def _fused(
 
 def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:
     """The control without routing: the same gate for every token and projection, [B, 1, E]."""
-    return torch.full((h.shape[0], 1, experts), config.uniform_gate, device=h.device)
+    return torch.full((h.shape[0], 1, experts), config.uniform.uniform_gate, device=h.device)
 
 
 def shuffled_gates(gates: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -26,10 +26,10 @@ def new_adapter(config: MonkeyJumpConfig, role: Role | None, linear: BaseLinear)
 def new_router(config: MonkeyJumpConfig, role: Role | None, in_features: int) -> nn.Module | None:
     """The learned router that hangs on a projection: its own, or on the first projection that of the whole block."""
     if role is not None and config.placement == "nested":
-        return RankSelector(config.tasks, config.task_width or in_features, config.r, config.rank_scale)
+        return RankSelector(config.more.tasks, config.more.task_width or in_features, config.r, config.more.rank_scale)
     if role is None or not config.learns_router:
         return None
-    if config.placement == "projection" and config.router_scope == "projection":
+    if config.placement == "projection" and config.projection.router_scope == "projection":
         return LearnedRouter(in_features, role.experts, config)
     return LearnedRouter(role.width, role.experts, config) if role.first else None
 
@@ -37,5 +37,5 @@ def new_router(config: MonkeyJumpConfig, role: Role | None, in_features: int) ->
 def new_extra(extra: Extra, config: MonkeyJumpConfig, width: int) -> nn.Module:
     """A further expert of a block whose states are `width` wide."""
     if extra.kind == "parallel":
-        return ParallelBottleneck(width, config.parallel_width)
-    return AttentionPrompt(config.prompt_length, width, extra.heads)
+        return ParallelBottleneck(width, config.moa.parallel_width)
+    return AttentionPrompt(config.moa.prompt_length, width, extra.heads)

@@ -19,6 +19,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_options import OPTION_NAMES
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tuner.module_paths import is_linear
@@ -104,7 +105,7 @@ def _adapter_to_route(model: nn.Module, adapter_name: str | None) -> str:
 
 
 def _setting_problems(settings: dict[str, Any]) -> list[str]:
-    known = [field.name for field in fields(MonkeyJumpConfig)]
+    known = [*(field.name for field in fields(MonkeyJumpConfig)), *OPTION_NAMES]
     found = []
     for key in settings:
         if key in FIXED:

@@ -240,7 +240,7 @@ def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
         owners: list[nn.Module] = [
             ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS if ADAPTERS.built_in(kind) or kind == config.adapter
         ]
-        sigmoid = MonkeyJumpConfig(router="sigmoid", router_hidden="swiglu", threshold=0.5)
+        sigmoid = MonkeyJumpConfig(router="sigmoid", method_options={"router_hidden": "swiglu", "threshold": 0.5})
         owners += [LearnedRouter(1, 1, sigmoid), RankSelector(1, 1, 1, "none")]
         owners += [ParallelBottleneck(1, 1), AttentionPrompt(1, 1, 1)]
     taken = sorted({name for owner in owners for name in owner.state_dict()})

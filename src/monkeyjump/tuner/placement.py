@@ -190,8 +190,8 @@ def _plan_blocks(
             blocks.append(seen_from_feed_forward(block, routed))
         elif routed:
             linears = [path for path in free_linears(modules) if path.startswith(f"{home}.")]
-            extras, found = plan_extras(home, linears, modules, config.extra_experts or [])
-            norm, missing = plan_norm(home, modules) if config.router_input == "norm" else ("", [])
+            extras, found = plan_extras(home, linears, modules, config.moa.extra_experts or [])
+            norm, missing = plan_norm(home, modules) if config.learned.router_input == "norm" else ("", [])
             problems += found + missing
             names, experts_here = (*block.names, *(extra.kind for extra in extras)), block.experts + len(extras)
             blocks.append(replace(block, extras=extras, norm=norm, names=names, experts=experts_here))

@@ -68,13 +68,13 @@ class LearnedRouterOfBlock(BlockRouter):
             if not config.learns_router:
                 call.gates[name] = uniform_gates(h, self.experts[name], config)
                 self._trace(name, BLOCK, call.gates[name].expand(*call.shape, -1), call)
-            elif not routes_alone(config) and config.router_input == "block":
+            elif not routes_alone(config) and config.learned.router_input == "block":
                 call.gates[name] = self._decide_learned(name, BLOCK, h)
 
     def after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         """The gates of routers that read the block's input after its first norm."""
         for name in self.active():
-            if self.configs[name].router_input == "norm":
+            if self.configs[name].learned.router_input == "norm":
                 self.call().gates[name] = self._decide_learned(name, BLOCK, output)
 
     def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class LearnedRouterOfBlock(BlockRouter):
         call: BlocksCall,
     ) -> None:
         """Tell AdaLoRA's experts, once the forward has finished, how many of the real tokens they got."""
-        if self.configs[name].score_per_token and call.staging:
+        if call.staging and (self.configs[name].adapter_options or {}).get("score_per_token"):
             used = chosen.flatten(0, -2)
             real = torch.ones_like(used[:, :1]) if mask is None else mask.flatten().unsqueeze(-1)
             counts = torch.cat([used & real, real], dim=-1).sum(0)
@@ -193,7 +193,7 @@ class LearnedRouterOfBlock(BlockRouter):
         """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
         staging, config = call.staging, self.configs[name]
         statements, shape = [self.statements[name, position] for position in positions], (len(positions), -1)
-        if config.aux_loss_weight > 0 and self._with_gradients(config, call):
+        if config.learned.aux_loss_weight > 0 and self._with_gradients(config, call):
             load, probability = load_and_probability(decision, mask)
             if staging:
                 own = zip(statements, load.view(shape).unbind(), probability.view(shape).unbind(), strict=True)
@@ -208,9 +208,10 @@ class LearnedRouterOfBlock(BlockRouter):
     def _with_gradients(self, config: MonkeyJumpConfig, call: BlocksCall) -> bool:
         """Whether a loss on this pass can be trained; reentrant checkpointing hides the first pass from autograd."""
         if call.staging and not torch.is_grad_enabled():
-            weights = "aux_loss_weight" if config.aux_loss_weight else "contrastive_weight"
+            balance = config.learned.aux_loss_weight
+            loss = f"aux_loss_weight={balance}" if balance else f"contrastive_weight={config.contrastive_weight}"
             raise ConfigError(
-                f"{weights}={getattr(config, weights)} needs gradients through the router, which reentrant gradient "
+                f"{loss} needs gradients through the router, which reentrant gradient "
                 "checkpointing does not give: use gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         return torch.is_grad_enabled()
@@ -241,4 +242,4 @@ class LearnedRouterOfBlock(BlockRouter):
 
 def routes_alone(config: MonkeyJumpConfig) -> bool:
     """Whether every projection has a router of its own, on its own input."""
-    return config.placement == "projection" and config.learns_router and config.router_scope == "projection"
+    return config.placement == "projection" and config.learns_router and config.projection.router_scope == "projection"

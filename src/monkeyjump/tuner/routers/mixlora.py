@@ -203,7 +203,7 @@ class IdleRouter(LearnedRouterOfBlock):
             return None
         h = hidden_states(args, kwargs, self.path)
         for name in self.active():
-            balanced = module.training and self.configs[name].aux_loss_weight > 0
+            balanced = module.training and self.configs[name].learned.aux_loss_weight > 0
             if not balanced and torch.is_grad_enabled():
                 h = h + 0.0 * call.gates[name].sum().to(h.dtype)
         return ((h, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": h})

@@ -80,12 +80,12 @@ class MoreRouter(LearnedRouterOfBlock):
                     "one integer per row of the batch: add them to the batch (with the Trainer also set "
                     "remove_unused_columns=False)."
                 )
-            return RowTasks(None, row_weights(call.inputs(call.shape, h.device), config.task_rep))
+            return RowTasks(None, row_weights(call.inputs(call.shape, h.device), config.more.task_rep))
         cheap = task_ids.device.type == "cpu" and not torch.compiler.is_compiling()  # elsewhere a look synchronises
-        if cheap and not bool(((task_ids >= 0) & (task_ids < config.tasks)).all()):
+        if cheap and not bool(((task_ids >= 0) & (task_ids < config.more.tasks)).all()):
             raise ConfigError(
-                f"task_ids={task_ids.flatten().tolist()} must lie in 0..{config.tasks - 1}: raise "
-                f"tasks={config.tasks} to the number of tasks in the data."
+                f"task_ids={task_ids.flatten().tolist()} must lie in 0..{config.more.tasks - 1}: raise "
+                f"tasks={config.more.tasks} to the number of tasks in the data."
             )
         weights = None
         if config.contrastive_weight > 0 and (call.staging or call.recomputing):
@@ -94,7 +94,7 @@ class MoreRouter(LearnedRouterOfBlock):
                     f"contrastive_weight={config.contrastive_weight} compares one state per row with the tasks, but "
                     "these rows hold several packed sequences: do not pack, or set contrastive_weight=0."
                 )
-            weights = row_weights(call.inputs(call.shape, h.device), config.task_rep)
+            weights = row_weights(call.inputs(call.shape, h.device), config.more.task_rep)
         return RowTasks(task_ids.long(), weights)
 
     def _nearest(
@@ -107,7 +107,7 @@ class MoreRouter(LearnedRouterOfBlock):
         else:
             if selector.tasks.shape[1] != x.shape[-1]:
                 raise ConfigError(
-                    f"without `task_ids` the nearest task embedding decides, but task_width={config.task_width} "
+                    f"without `task_ids` the nearest task embedding decides, but task_width={config.more.task_width} "
                     f"embeddings cannot be compared with states of width {x.shape[-1]}: pass task_ids, or set "
                     "task_width=None."
                 )

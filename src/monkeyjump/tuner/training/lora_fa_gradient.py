@@ -27,7 +27,7 @@ def project_gradients(model: nn.Module) -> int:
     replaced = 0
     for name, adapter in active_adapters(model):
         config: MonkeyJumpConfig = model.peft_config[name]  # type: ignore[assignment,index]
-        if isinstance(adapter, LoraFaAdapter) and config.project_gradient and adapter.B.grad is not None:
+        if isinstance(adapter, LoraFaAdapter) and adapter.project_gradient and adapter.B.grad is not None:
             A = adapter.A.unflatten(0, (-1, config.r))  # [N or 1, R, D]
             g = adapter.B.grad.unflatten(1, (-1, config.r)).movedim(1, 0)  # [N, O, R]
             step = g @ torch.linalg.pinv(A @ A.mT, hermitian=True) / config.scaling**2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from monkeyjump.adapters import AdaLoraAdapter
+from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.training.regularizer import active_adapters
@@ -13,14 +15,13 @@ from monkeyjump.tuner.training.regularizer import active_adapters
 
 def rank_budget(step: int, adapters: int, config: MonkeyJumpConfig) -> int:
     """How many ranks the model may keep after optimiser step `step`: all, then a cubic decay, then the target."""
-    assert config.target_r is not None
-    assert config.total_step is not None
-    start, target = adapters * config.r, adapters * config.target_r
-    if step <= config.tinit:
+    first, last = _option("tinit", config), _option("total_step", config) - _option("tfinal", config)
+    start, target = adapters * config.r, adapters * _option("target_r", config)
+    if step <= first:
         return start
-    if step > config.total_step - config.tfinal:
+    if step > last:
         return target
-    left = 1 - (step - config.tinit) / (config.total_step - config.tfinal - config.tinit)
+    left = 1 - (step - first) / (last - first)
     return int(target + (start - target) * left**3)
 
 
@@ -49,15 +50,18 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
         now = int(adapters[0].allocations) if step is None else step
         ranks = sum(adapter.diagonal.shape[0] for adapter in adapters)
         budget = rank_budget(now, ranks // config.r, config)  # every expert of a mixture counts as one
-        if budget < ranks and (now % config.deltaT == 0 or _in_final_phase(now, config)):
+        if budget < ranks and (now % _option("deltaT", config) == 0 or _in_final_phase(now, config)):
             _keep_most_important(adapters, budget)
     return budget
 
 
 def _in_final_phase(step: int, config: MonkeyJumpConfig) -> bool:
     """Whether the budget has reached its target, which must hold then even if no `deltaT`-th step comes any more."""
-    assert config.total_step is not None
-    return step >= config.total_step - config.tfinal
+    return step >= _option("total_step", config) - _option("tfinal", config)
+
+
+def _option(name: str, config: MonkeyJumpConfig) -> Any:
+    return ADAPTERS.get(config.adapter).option(name, config)  # a user's own kind of AdaLoRA has another name
 
 
 def _count_all_ranks(adapters: list[AdaLoraAdapter]) -> None:

@@ -28,6 +28,7 @@ def auxiliary_loss(model: nn.Module) -> torch.Tensor | None:
         device = next((parameter.device for parameter in adapter.parameters()), None)
         alike.setdefault((name, type(adapter), device), []).append(adapter)
     found: dict[str, list[tuple[torch.Tensor, int]]] = {}
+    kinds = {name: kind for name, kind, _ in alike}
     for (name, kind, _), adapters in alike.items():
         total = kind.auxiliary_total(adapters)
         if total is not None:
@@ -35,7 +36,8 @@ def auxiliary_loss(model: nn.Module) -> torch.Tensor | None:
     configs: dict[str, MonkeyJumpConfig] = model.peft_config if found else {}  # type: ignore[assignment]
     loss = None
     for name, totals in found.items():
-        share = configs[name].orth_reg_weight / sum(number for _, number in totals)
+        weight = kinds[name].option("orth_reg_weight", configs[name]) if "orth_reg_weight" in kinds[name].options else 1
+        share = weight / sum(number for _, number in totals)
         for total, _ in totals:
             term = share * total
             loss = term if loss is None else loss + term.to(loss.device)

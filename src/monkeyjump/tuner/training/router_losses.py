@@ -97,8 +97,8 @@ class RouterLosses:
         for statements in by_adapter.values():
             config = statements[0].config
             balanced = [statement for statement in statements if statement.probability is not None]
-            if balanced and config.aux_loss_weight:
-                yield "balance", config.aux_loss_weight, _balance(balanced, config)
+            if balanced and config.learned.aux_loss_weight:
+                yield "balance", config.learned.aux_loss_weight, _balance(balanced, config)
             contrastive = [statement.contrastive for statement in statements if statement.contrastive is not None]
             if contrastive and config.contrastive_weight:
                 yield "contrastive", config.contrastive_weight, _together(contrastive).mean()
@@ -107,15 +107,15 @@ class RouterLosses:
 def _balance(statements: list[Statement], config: MonkeyJumpConfig) -> torch.Tensor:
     loads = [statement.load for statement in statements if statement.load is not None]
     probabilities = [statement.probability for statement in statements if statement.probability is not None]
-    if config.lb_reduce == "global":
+    if config.learned.lb_reduce == "global":
         loads, probabilities = [_together(loads).mean(0)], [_together(probabilities).mean(0)]
     found = []
     for experts in dict.fromkeys(load.shape[-1] for load in loads):  # all routers with as many experts at once
         alike = [i for i, load in enumerate(loads) if load.shape[-1] == experts]
         load, p = _together([loads[i] for i in alike]), _together([probabilities[i] for i in alike])
-        found.append(balance_loss(load, p, config.top_k or experts, config.lb_norm).to(loads[0].device))
+        found.append(balance_loss(load, p, config.top_k or experts, config.learned.lb_norm).to(loads[0].device))
     losses = torch.cat(found)
-    return losses.sum() if config.lb_reduce == "sum" else losses.mean()
+    return losses.sum() if config.learned.lb_reduce == "sum" else losses.mean()
 
 
 def _together(tensors: list[torch.Tensor]) -> torch.Tensor:
