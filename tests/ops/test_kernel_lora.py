@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
-from monkeyjump.ops.settings import Dropout, Strengths
+from monkeyjump.ops.lowrank import Dropout, Strengths
 from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal
 from tests.ops.lora_cases import DOWN, DOWN_BACKWARD, PRODUCTS, SUMS, TALL, UP, WIDE, Case, take
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
-from monkeyjump.ops.kernels.parts import total  # noqa: E402
+from monkeyjump.ops.kernels.partial_sums import total  # noqa: E402
 from monkeyjump.ops.kernels.tiles import TILES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -30,7 +30,7 @@ def decide(implementation_: str, h: torch.Tensor, c: list[torch.Tensor], how: mj
     arguments = {"mean": None, "selection": Selection(), "with_statistics": True, **given}
     torch.manual_seed(0)
     with implementation(implementation_):
-        return router.route(h, c, config=how, **arguments)
+        return router.decide(h, c, config=how, **arguments)
 
 
 def config(**changes: Any) -> mj.MonkeyJumpConfig:
@@ -141,7 +141,7 @@ def test_a_compiled_router_stages_as_an_eager_one() -> None:
         return router.Staged([normal(20, seed=30 + e) for e in range(3)], [normal(1, seed=e)[0] for e in range(3)])
 
     def stage(h: torch.Tensor, into: router.Staged) -> torch.Tensor:
-        return router.route(h, c, None, Selection(), how, training=True, into=into).gates
+        return router.decide(h, c, None, Selection(), how, training=True, into=into).gates
 
     eager, compiled = staged(), staged()
     with implementation("triton"):

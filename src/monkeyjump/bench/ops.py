@@ -114,13 +114,13 @@ def _routing_settings() -> Any:
 def _routing_kernel(i: Inputs) -> Any:
     from monkeyjump.ops import routing
 
-    return routing.route(i["h"], list(i["centers"].unbind()), _routing_settings())
+    return routing.fused_gates(i["h"], list(i["centers"].unbind()), _routing_settings())
 
 
 def _routing_and_sums_kernel(i: Inputs) -> Any:
     from monkeyjump.ops import routing
 
-    return routing.route_and_sum(i["h"], list(i["centers"].unbind()), None, _routing_settings())
+    return routing.fused_gates_and_sums(i["h"], list(i["centers"].unbind()), None, _routing_settings())
 
 
 def _lora_kernel(i: Inputs) -> torch.Tensor:

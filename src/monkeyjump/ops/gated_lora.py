@@ -5,7 +5,7 @@
 
 In eager mode the kernels are launched directly from autograd functions, without the host time of a registered op. Under
 torch.compile the same functions are traced and the kernels are registered ops, each of which the compiler sees as one
-node. Compiled inference is written out instead (`written_out`).
+node.
 
 Shapes: N tokens, D and O input and output width, R rank, C columns of B, G gates of a token; `...`: any leading shape.
 """
@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from monkeyjump.ops import custom, written_out
-from monkeyjump.ops.kernels import few
 from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.settings import (
+from monkeyjump.ops.lowrank import (
     Dropout,
     Strengths,
     Update,
@@ -29,6 +27,7 @@ from monkeyjump.ops.settings import (
     rows_of,
     with_diagonal,
 )
+from monkeyjump.ops.registration import registered, shapes_of
 
 
 def down(
@@ -36,8 +35,8 @@ def down(
 ) -> tuple[torch.Tensor, ...]:
     """z of every A, [N, R] fp32 each, with one dropout mask for all, of this seed or a new: x [..., D], A [R, D]."""
     seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return tuple(written_out.down(x.reshape(-1, x.shape[-1]), [A], Dropout.of(seed, dropout)) for A in As)
+    if _compiled_inference():
+        return _down(rows_of(x), [A.contiguous() for A in As], Dropout.of(seed, dropout)).split(As[0].shape[0], 1)
     return _Down.apply(x, seed, dropout, *As)
 
 
@@ -55,10 +54,15 @@ def up(
         tokens = z.shape[0]
         gate = gate_rows(gate)
         every = tokens // gate.shape[0]
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        flat = base.reshape(-1, base.shape[-1])
-        return written_out.up(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
+    if _compiled_inference():
+        strengths = Strengths.single(scale, gate, diagonal, every)
+        return _up(rows_of(base), z, B.contiguous(), strengths).view(base.shape)
     return _Up.apply(base, z, B, gate, diagonal, scale, every)
+
+
+def _compiled_inference() -> bool:
+    """Whether a graph without gradients is traced. The compiler misreads an autograd function there."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 def gated_lora(
@@ -77,7 +81,7 @@ def gated_lora(
         flat, out, y = rows_of(x), rows_of(base), torch.empty(base.shape, dtype=base.dtype, device=base.device)
         every = 1 if gate is None else flat.shape[0] // gate.shape[0]
         strengths = Strengths.single(scale, gate, diagonal, every)
-        few.down_up(flat, Update([A.contiguous()], [B.contiguous()], strengths), [out], [y.view(out.shape)])
+        kernels.down_up(flat, Update([A.contiguous()], [B.contiguous()], strengths), [out], [y.view(out.shape)])
         return y
     (z,) = down(x, [A], dropout)
     return up(base, z, B, scale, gate, diagonal)
@@ -133,7 +137,7 @@ class _Up(torch.autograd.Function):
 
 def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return custom.lora_down(x, As, *custom.plain(dropout))
+        return lora_down(x, As, *_plain(dropout))
     return kernels.down(x, As, dropout)
 
 
@@ -147,13 +151,13 @@ def _down_backward(
     """(dx, None without a dtype; dA, None without x)."""
     if not torch.compiler.is_compiling():
         return kernels.down_backward_alone(x, dz, As, dropout, dx_dtype)
-    dx = None if dx_dtype is None else custom.lora_down_input(dz, As, *custom.plain(dropout), dx_dtype)
-    return dx, None if x is None else custom.lora_down_backward(x, dz, *custom.plain(dropout))
+    dx = None if dx_dtype is None else lora_down_input(dz, As, *_plain(dropout), dx_dtype)
+    return dx, None if x is None else lora_down_backward(x, dz, *_plain(dropout))
 
 
 def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return custom.lora_up(base, z, B, strengths.gates[0], strengths.diagonals[0], strengths.scale, strengths.every)
+        return lora_up(base, z, B, strengths.gates[0], strengths.diagonals[0], strengths.scale, strengths.every)
     y = torch.empty_like(base)
     kernels.up([base], z, [B], strengths, [y])
     return y
@@ -166,4 +170,90 @@ def _up_backward(
     if not torch.compiler.is_compiling():
         return kernels.up_backward_alone(dy, z, B, strengths, times_s)
     gate, diagonal = strengths.gates[0], strengths.diagonals[0]
-    return custom.lora_up_backward(dy, z, B, gate, diagonal, strengths.scale, strengths.every, times_s)
+    return lora_up_backward(dy, z, B, gate, diagonal, strengths.scale, strengths.every, times_s)
+
+
+def _plain(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
+    """A mask as a registered op takes it: such an op cannot take a dataclass."""
+    return (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
+
+
+@registered("lora_down")
+def lora_down(x: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    """dropout(x) A^T of every A, side by side: [N, M * R], fp32."""
+    return kernels.down(x.contiguous(), As, Dropout.of(seed, p))
+
+
+@shapes_of(lora_down)
+def _(x, As, seed, p):
+    return x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=torch.float32)
+
+
+@registered("lora_down_backward")
+def lora_down_backward(x: torch.Tensor, dz: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    """dz^T dropout(x): [M * R, D], fp32."""
+    shaped = [x.new_empty(dz.shape[1], x.shape[1])]  # only the shape of A is needed
+    dA = kernels.down_backward_alone(x.contiguous(), dz.contiguous(), shaped, Dropout.of(seed, p), None)[1]
+    assert dA is not None
+    return dA
+
+
+@shapes_of(lora_down_backward)
+def _(x, dz, seed, p):
+    return x.new_empty(dz.shape[1], x.shape[1], dtype=torch.float32)
+
+
+@registered("lora_down_input")
+def lora_down_input(
+    dz: torch.Tensor, As: list[torch.Tensor], seed: torch.Tensor | None, p: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """dx = dropout'(dz A): [N, D]."""
+    dx = kernels.down_backward_alone(None, dz.contiguous(), As, Dropout.of(seed, p), dtype)[0]
+    assert dx is not None
+    return dx
+
+
+@shapes_of(lora_down_input)
+def _(dz, As, seed, p, dtype):
+    return dz.new_empty(dz.shape[0], As[0].shape[1], dtype=dtype)
+
+
+@registered("lora_up")
+def lora_up(
+    base: torch.Tensor,
+    z: torch.Tensor,
+    B: torch.Tensor,
+    gate: torch.Tensor | None,
+    diagonal: torch.Tensor | None,
+    scale: float,
+    every: int,
+) -> torch.Tensor:
+    """base + (z * s) B^T: [N, O]."""
+    y = torch.empty_like(base, memory_format=torch.contiguous_format)
+    kernels.up([base.contiguous()], z, [B], Strengths.single(scale, gate, diagonal, every), [y])
+    return y
+
+
+@shapes_of(lora_up)
+def _(base, z, B, gate, diagonal, scale, every):
+    return base.new_empty(base.shape)
+
+
+@registered("lora_up_backward")
+def lora_up_backward(
+    dy: torch.Tensor,
+    z: torch.Tensor,
+    B: torch.Tensor,
+    gate: torch.Tensor | None,
+    diagonal: torch.Tensor | None,
+    scale: float,
+    every: int,
+    times_s: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dy B [N, C], times s if asked; dB [O, C] for a diagonal of ones), fp32."""
+    return kernels.up_backward_alone(dy.contiguous(), z, B, Strengths.single(scale, gate, diagonal, every), times_s)
+
+
+@shapes_of(lora_up_backward)
+def _(dy, z, B, gate, diagonal, scale, every, times_s):
+    return dy.new_empty(dy.shape[0], B.shape[1], dtype=torch.float32), dy.new_empty(B.shape, dtype=torch.float32)

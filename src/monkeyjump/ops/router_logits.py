@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from monkeyjump.ops import dispatch
+from monkeyjump.ops.lowrank import rows_of
 from monkeyjump.ops.precision import precise_linear
 from monkeyjump.ops.registration import registered, shapes_of
-from monkeyjump.ops.settings import rows_of
 
 MOST = 64  # columns of all weights together; more are as well left to a matrix product
 

@@ -9,21 +9,43 @@ kernel adds them up in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels.dot import precise_product
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.pieces import columns_of, depth, first_tiles, lane_sums, next_tiles, stacked_rows
-from monkeyjump.ops.kernels.products import precise_product
-from monkeyjump.ops.kernels.tiles import FEW, TILES, Tile, padded, row_blocks
-from monkeyjump.ops.settings import Routing
+from monkeyjump.ops.kernels.tiles import (
+    FEW_TOKENS,
+    TILES,
+    Tile,
+    columns_of,
+    first_tiles,
+    lane_sums,
+    next_tiles,
+    padded,
+    row_blocks,
+    stacked_rows,
+    tiles_at_once,
+)
 
 MOST_EXPERTS = 16
 MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
 BY_SUMS = 7  # experts: each is two instructions for every entry of h
 V = tl.constexpr(4)  # columns of a thread: those of h and of the centres, which are fp32, are the same
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How similarities become gates and members; the fields of `MonkeyJumpConfig` that say so."""
+
+    top_k: int
+    temperature: float
+    renormalize: bool
+    member_k: int  # experts whose centre a token moves
+    unit: bool  # whether the centres follow unit tokens or raw ones
 
 
 @triton.jit
@@ -219,14 +241,14 @@ def supported(experts: int) -> bool:
     return experts <= MOST_EXPERTS
 
 
-def route(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
+def token_gates(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
     """h [N, D], E centres [D] -> gates [N, E], fp32."""
     gates = torch.empty(h.shape[0], len(centers), device=h.device, dtype=torch.float32)
     _launch(h, centers, None, (gates, None, None), routing)
     return gates
 
 
-def route_and_sum(
+def token_gates_and_sums(
     h: torch.Tensor,
     centers: Sequence[torch.Tensor],
     queries: torch.Tensor | None,
@@ -262,7 +284,7 @@ def _launch(
     grid, tensors = (row_blocks(N, tile.rows), 1), (h, tuple(centers), queries, *outputs)
     if E <= BY_SUMS:
         width, across = tile.width(D), min(padded(D), 128 * tile.warps)  # 4 columns for each thread
-        ahead = depth(D, width, tile.stages)
+        ahead = tiles_at_once(D, width, tile.stages)
         _route_rows(
             grid, *tensors, N, D, *how, padded(E, 1), tile.rows, width, ahead, ahead * width < D, across,
             warps=tile.warps,
@@ -277,4 +299,4 @@ def _launch(
 def _tile(tokens: int, experts: int, sums: bool) -> Tile:
     if experts > BY_SUMS:
         return TILES["route" if tokens <= MANY else "route_many"]
-    return TILES["route_few" if tokens <= FEW and not sums else "route_rows"]
+    return TILES["route_few" if tokens <= FEW_TOKENS and not sums else "route_rows"]

@@ -1,6 +1,6 @@
-"""Settings of the ops as kernels and gradients take them: the mask on the input, the factor on the rank, the routing.
+"""The parts of a gated low-rank update as the kernels take them: tensors, dropout mask, factors; and their gradients.
 
-Shapes: N tokens, R rank of one A, C columns of B, G gates of a token.
+Shapes: N tokens, D and O input and output width, M projections, R rank of one A, C columns of B, G gates of a token.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def gate_rows(gate: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GateColumns:
-    """The gates of a group as columns of one tensor [..., W], G of each projection from `starts` on.
+    """The gates of a group of projections as columns of one tensor [..., W].
 
-    A compiler is shown the whole tensor: a view that begins somewhere inside is not aligned, and makes it give up wide
-    loads of whatever is computed from it.
+    A compiler is shown the whole tensor. A view that begins somewhere inside is not aligned, and the compiler would
+    give up wide loads of whatever is computed from it.
     """
 
-    wide: torch.Tensor
-    starts: tuple[int, ...]
-    number: int
+    tensor: torch.Tensor
+    first_columns: tuple[int, ...]  # of every projection
+    number: int  # G, the columns of one projection
 
-    def apart(self) -> list[torch.Tensor]:
+    def by_projection(self) -> list[torch.Tensor]:
         """[..., G] of every projection."""
-        return [self.wide[..., start : start + self.number] for start in self.starts]
+        return [self.tensor[..., first : first + self.number] for first in self.first_columns]
 
 
 MOST_SEEDS = 2**31
@@ -109,15 +109,36 @@ class Update:
         return tuple(B.shape[0] for B in self.Bs)
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How similarities become gates and members; the fields of `MonkeyJumpConfig` that say so."""
+@dataclass
+class Projection:
+    """One frozen linear and its adapter's tensors."""
 
-    top_k: int
-    temperature: float
-    renormalize: bool
-    member_k: int  # experts whose centre a token moves
-    unit: bool  # whether the centres follow unit tokens or raw ones
+    weight: torch.Tensor  # [O, D], frozen
+    bias: torch.Tensor | None  # [O], frozen
+    A: torch.Tensor  # [R, D]
+    B: torch.Tensor  # [O, C]
+    gate: torch.Tensor | None  # [..., G] in the leading shape of x, or [B, 1, G]
+    diagonal: torch.Tensor | None  # [C]
+
+
+@dataclass
+class Frozen:
+    """The weights [O, D] and biases [O] of a group's linears, or one of each where they lie together in memory."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, projections: Sequence[Projection]) -> Frozen:
+        return cls([projection.weight for projection in projections], [projection.bias for projection in projections])
+
+    def by_projection(self, widths: Sequence[int]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """The weights and biases of the linears of these widths, each by itself."""
+        if len(self.weights) == len(widths):
+            return self.weights, self.biases
+        bias = self.biases[0]
+        biases = [None] * len(widths) if bias is None else bias.split_with_sizes(widths)
+        return self.weights[0].split_with_sizes(widths), biases
 
 
 def with_diagonal(

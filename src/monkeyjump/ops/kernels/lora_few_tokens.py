@@ -18,19 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
-from monkeyjump.ops.kernels import lora
+from monkeyjump.ops.kernels.dot import product
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.pieces import columns_of, dropped, gates_of_token, mask_numbers, strength, strength_numbers
-from monkeyjump.ops.kernels.products import product
-from monkeyjump.ops.kernels.tiles import FEW, TILES, padded, row_blocks
-from monkeyjump.ops.settings import Update
+from monkeyjump.ops.kernels.lora_operands import dropped, gates_of_token, mask_numbers, strength, strength_numbers
+from monkeyjump.ops.kernels.tiles import TILES, WIDE, columns_of, padded, row_blocks
+from monkeyjump.ops.lowrank import Update
 
 MOST_COLUMNS = 128  # of B: with more, making z again for every tile is no small work
 # of plain sums: ranks, each of which takes registers for every row; columns of B; entries of an A, all written out
 SUMS_RANKS, SUMS_COLUMNS, SUMS_ENTRIES = 4, 8, 10_240
 EARLY = 4  # steps along a row that are loaded before anything else
 ALONG = 256  # entries of a row for a warp
-WIDE = 1024  # columns of x beyond which its rows, read again for every tile, are worth wider ones
 
 
 @triton.jit
@@ -143,25 +141,6 @@ def few_products_kernel(x, As, bases, gates, diagonals, Bs, ys, z, Os, base_stri
 
 
 _few_sums, _few_products = Launcher(few_sums_kernel), Launcher(few_products_kernel)
-
-
-def down_up(
-    x: torch.Tensor,
-    update: Update,
-    bases: Sequence[torch.Tensor],
-    ys: Sequence[torch.Tensor],
-    keep: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """z = dropout(x) A^T, [N, M * R], and base + (z * s) B^T into ys, which may be the bases; in few launches.
-
-    x [N, D], M of bases and ys [N, O], whose rows may lie in wider tensors. What is added to y is fp32; z is returned
-    in the dtype to `keep` it in.
-    """
-    if x.shape[0] <= FEW and update.Bs[0].shape[1] <= MOST_COLUMNS:
-        return at_once(x, update, bases, ys, keep)
-    z, kept = lora.down_kept(x, update, keep)
-    lora.up(bases, z, update.Bs, update.strengths, ys)
-    return kept
 
 
 def at_once(

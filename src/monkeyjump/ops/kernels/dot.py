@@ -7,13 +7,13 @@ import triton.language as tl
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
-WIDE = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there, operands are widened after rounding
+WIDENED = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there, operands are widened after rounding
 
 
 @triton.jit
 def product(a, b):
     """a b, accumulated in fp32."""
-    if WIDE:
+    if WIDENED:
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         result = tl.dot(a, b, input_precision="ieee")

@@ -1,0 +1,167 @@
+"""Frozen linears that read the same input, with their low-rank updates, as one differentiable op.
+
+    y_m = x W_m^T + b_m + (dropout(x) A_m^T * s_m) B_m^T
+
+In eager mode on small models the host is slower than the GPU: what counts is the number of launches and of autograd
+nodes. One node holds all projections of a group; its backward adds every contribution into one dx, where autograd
+would keep one tensor per projection and adapter and add them up. Where the weights lie side by side in memory, all
+frozen products are one product; of the gradients only narrow ones are put together, which costs a copy.
+
+The compiler makes no kernel of its own for any of it, so under torch.compile the same autograd function calls the same
+products as registered ops (`grouped_products`). The gradient is one op unless gates have one too, or experts share an
+A. Then it is two, and what lies between them (few numbers a token) is left to the compiler.
+
+Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B, G gates of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from monkeyjump.ops.grouped_products import DIRECT, REGISTERED, Places, Products, drawn_seed, strengths_of
+from monkeyjump.ops.lowrank import (
+    Frozen,
+    GateColumns,
+    Projection,
+    gate_rows,
+    new_seed,
+    rank_gradients,
+    rows_of,
+    with_diagonal,
+)
+from monkeyjump.ops.registration import composed
+
+Tensor = torch.Tensor
+
+
+def grouped_lora(
+    x: Tensor,
+    projections: Sequence[Projection],
+    scale: float,
+    dropout: float,
+    seed: Tensor | None = None,
+    together: Frozen | None = None,
+    columns: GateColumns | None = None,
+) -> tuple[Tensor, ...]:
+    """y of every projection for x [..., D]; all A of one shape, all gated or none; one mask, of this seed or a new one.
+
+    `together` are the weights of all as one, which is faster, and `columns` the gates, if they are one tensor.
+    """
+    traced = torch.compiler.is_compiling()
+    if dropout == 0:
+        seed = None
+    elif seed is None:  # an op of its own draws it in a graph: the compiler takes two kernels for it
+        seed = drawn_seed(x) if traced else new_seed(x.device)
+    gates = [projection.gate for projection in projections if projection.gate is not None]
+    number, firsts = gates[0].shape[-1] if gates else 1, (0,) * len(projections)
+    if columns is not None:
+        gates, number, firsts = [columns.tensor], columns.number, columns.first_columns
+    gates = [gate_rows(gate) for gate in gates]
+    every = x.numel() // x.shape[-1] // gates[0].shape[0] if gates else 1
+    frozen = together or Frozen.of(projections)
+    As, Bs = [projection.A for projection in projections], [projection.B for projection in projections]
+    diagonals = [projection.diagonal for projection in projections if projection.diagonal is not None]
+    places, trained = [every, number, *firsts], any(A.requires_grad for A in As)
+    gated = any(gate.requires_grad for gate in gates)
+    if traced:
+        tensors = frozen.weights, frozen.biases, As, Bs, gates, diagonals
+        return tuple(grouped_lora_op(x, *tensors, seed, dropout, scale, places, trained, gated))
+    settings = dropout, scale, places, trained, gated, len(gates)
+    return _apply(x, seed, frozen, settings, DIRECT, *As, *Bs, *gates, *diagonals)
+
+
+class _GroupedLora(torch.autograd.Function):
+    """The products and their gradients; what follows them are M of A, M of B, the gates and the diagonals."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, seed: Tensor | None, frozen: Frozen, settings: tuple, products: Products, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        p, scale, places, trained, gated, _ = settings
+        rows = rows_of(x)
+        *ys, z = products.forward(
+            rows, frozen.weights, frozen.biases, *_apart(tensors, settings), seed, p, scale, places, gated
+        )
+        ctx.save_for_backward(rows if trained else None, seed, z, *tensors)
+        ctx.settings, ctx.weights, ctx.products, ctx.shape = settings, frozen.weights, products, x.shape
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, seed, z, *tensors = ctx.saved_tensors
+        p, scale, places, _, gated, _ = ctx.settings
+        products, weights, with_dx = ctx.products, ctx.weights, ctx.needs_input_grad[0]
+        As, Bs, gates, diagonals = _apart(tensors, ctx.settings)
+        dys = [rows_of(grad) for grad in grads]
+        dgates: list[Any] = [None] * len(gates)
+        if not gated and Bs[0].shape[1] == As[0].shape[0]:
+            dx, sums = products.backward(
+                dys, x, z, weights, As, Bs, gates, diagonals, seed, p, scale, places, with_dx
+            )  # fmt: skip
+        else:
+            t, partial = products.up_backward(dys, z, Bs, gates, diagonals, scale, places)
+            dz, by_projection = rank_gradients(t, z, strengths_of(scale, gates, diagonals, places), gated)
+            dgates = _of_tensors(by_projection, gates, places) if gated else dgates
+            dx, sums = products.down_backward(dys, x, dz, partial, weights, As, seed, p, with_dx)
+        found = _split_like(sums, Bs if x is None else [*Bs, *As])
+        dBs, dAs, ddiagonals = found[: len(Bs)], found[len(Bs) :] or [None] * len(As), []
+        if diagonals:
+            pairs = [with_diagonal(*given) for given in zip(dBs, Bs, diagonals, strict=True)]
+            dBs, ddiagonals = [dB for dB, _ in pairs], [ddiagonal for _, ddiagonal in pairs]
+        own = (*dAs, *dBs, *dgates, *ddiagonals)
+        return dx.view(ctx.shape) if with_dx else None, None, None, None, None, *own
+
+
+# Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
+_apply = super(torch.autograd.Function, _GroupedLora).apply
+
+
+@composed("grouped_lora_products")
+def grouped_lora_op(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    As: list[Tensor],
+    Bs: list[Tensor],
+    gates: list[Tensor],
+    diagonals: list[Tensor],
+    seed: Tensor | None,
+    p: float,
+    scale: float,
+    places: Places,
+    trained: bool,
+    gated: bool,
+) -> list[Tensor]:
+    """M of y [..., O]; `trained`: A has a gradient; `gated`: the gates have one."""
+    settings = p, scale, places, trained, gated, len(gates)
+    own = (*As, *Bs, *gates, *diagonals)
+    return list(_GroupedLora.apply(x, seed, Frozen(weights, biases), settings, REGISTERED, *own))
+
+
+def _apart(tensors: Sequence[Tensor], settings: tuple) -> tuple[list[Any], ...]:
+    """(As, Bs, gates, diagonals) of the tensors that follow the settings."""
+    M, G, found = len(settings[2]) - 2, settings[-1], list(tensors)
+    return found[:M], found[M : 2 * M], found[2 * M : 2 * M + G], found[2 * M + G :]
+
+
+def _of_tensors(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]:
+    """The gradients of the projections' columns as gradients of the tensors they are columns of."""
+    _, number, *firsts = places
+    if len(gates) == len(dgates) and number == gates[0].shape[1]:
+        return dgates
+    if firsts == [number * m for m in range(len(firsts))] and number * len(firsts) == gates[0].shape[1]:
+        return [torch.cat(dgates, 1)]
+    gradient = torch.zeros_like(gates[0])
+    for first, dgate in zip(firsts, dgates, strict=True):
+        gradient[:, first : first + number] += dgate
+    return [gradient]
+
+
+def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Any]:
+    """Consecutive parts of a vector in the shapes of the tensors."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
