@@ -16,7 +16,7 @@ from tests.helpers import COMPILING
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
 
 pytest.importorskip("monkeyjump.ops.gated_lora")
-from monkeyjump.ops import gated_lora, grouped_lora, grouped_products, routing
+from monkeyjump.ops import gated_lora, grouped_products, routing
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
 pytestmark = COMPILING
@@ -41,10 +41,6 @@ def two_a() -> list[torch.Tensor]:
     return [leaf(R, D, seed=2), leaf(R, D, seed=3)]
 
 
-def frozen(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach() for tensor in tensors]
-
-
 def dz() -> torch.Tensor:
     return normal(N, 2 * R, seed=4)
 
@@ -56,7 +52,7 @@ def group(gates: int = 0, diagonal: bool = False) -> tuple[Any, ...]:
     """Two projections of one input, whose weights are one: the arguments of `grouped_lora_op`."""
     columns = R * max(gates, 1)
     return (
-        *(leaf(N, D, seed=1), [normal(sum(OUTS), D, seed=6)], [normal(sum(OUTS), seed=7)]),
+        *(leaf(N, D, seed=1), None, [normal(sum(OUTS), D, seed=6)], [normal(sum(OUTS), seed=7)]),
         *(two_a(), [leaf(out, columns, seed=8 + m) for m, out in enumerate(OUTS)]),
         [uniform(N, gates, seed=10 + m).requires_grad_() for m in range(2)] if gates else [],
         [leaf(columns, seed=12 + m) for m in range(2)] if diagonal else [],
@@ -77,7 +73,7 @@ def centers() -> list[torch.Tensor]:
 
 
 def _backward_arguments(with_x: bool) -> tuple[Any, ...]:
-    dys, (tokens, weights, _, As, Bs, *_) = group_gradients()
+    dys, (tokens, _, weights, _, As, Bs, *_) = group_gradients()
     return (
         dys,
         tokens if with_x else None,
@@ -101,27 +97,26 @@ def staged() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
-    "down": (gated_lora.lora_down, lambda: (x(), frozen(two_a()), seed(), 0.3)),
-    "down, no mask": (gated_lora.lora_down, lambda: (x(), frozen(two_a()), None, 0.0)),
-    "down_backward": (gated_lora.lora_down_backward, lambda: (x(), dz(), seed(), 0.3)),
-    "down_input": (
-        gated_lora.lora_down_input,
-        lambda: (dz(), frozen(two_a()), seed(), 0.3, torch.bfloat16),
+    "gated": (
+        grouped_products.forward_op,
+        lambda: (
+            x(),
+            normal(N, OUT),
+            [],
+            [],
+            [normal(R, D)],
+            [normal(OUT, R)],
+            [],
+            [],
+            None,
+            0.0,
+            0.7,
+            [1, 1, 0],
+            False,
+        ),
     ),
-    "up, gated diagonal": (
-        gated_lora.lora_up,
-        lambda: (normal(N, OUT), normal(N, R), normal(OUT, R), uniform(N, 1), normal(R, seed=5), 0.7, 1),
-    ),
-    "up, experts on one A": (
-        gated_lora.lora_up,
-        lambda: (normal(6, OUT), normal(6, R), normal(OUT, 3 * R), uniform(3, 3), None, 0.7, 2),
-    ),
-    "up_backward": (
-        gated_lora.lora_up_backward,
-        lambda: (normal(N, OUT), normal(N, R), normal(OUT, R), uniform(N, 1), None, 0.7, 1, True),
-    ),
-    "grouped": (grouped_lora.grouped_lora_op, group),
-    "grouped, gates and diagonals": (grouped_lora.grouped_lora_op, lambda: group(gates=3, diagonal=True)),
+    "grouped": (gated_lora.grouped_lora_op, group),
+    "grouped, gates and diagonals": (gated_lora.grouped_lora_op, lambda: group(gates=3, diagonal=True)),
     "grouped_forward": (
         grouped_products.forward_op,
         lambda: (*(given := detached(group(gates=3, diagonal=True)))[:-2], given[-1]),
@@ -130,11 +125,11 @@ OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
     "grouped_backward, frozen A": (grouped_products.backward_op, lambda: _backward_arguments(with_x=False)),
     "grouped_up_backward": (
         grouped_products.up_backward_op,
-        lambda: (group_gradients()[0], normal(N, 2 * R), group_gradients()[1][4], [], [], 0.7, [1, 1, 0, 0]),
+        lambda: (group_gradients()[0], normal(N, 2 * R), group_gradients()[1][5], [], [], 0.7, [1, 1, 0, 0]),
     ),
     "grouped_down_backward": (
         grouped_products.down_backward_op,
-        lambda: (group_gradients()[0], x(), dz(), normal(2, 5), *group_gradients()[1][1:4:2], seed(), 0.3, True),
+        lambda: (group_gradients()[0], x(), dz(), normal(2, 5), *group_gradients()[1][2:5:2], seed(), 0.3, True),
     ),
     "gates": (routing.gates_op, lambda: (x(), centers(), 2, 0.5, True)),
     "gates_into": (
@@ -154,7 +149,7 @@ def test_registered_as_torch_asks(name: str) -> None:
 
 def test_every_registered_op_is_checked() -> None:
     """An op added later must be added here too."""
-    found = {**vars(gated_lora), **vars(grouped_lora), **vars(grouped_products), **vars(routing)}
+    found = {**vars(gated_lora), **vars(grouped_products), **vars(routing)}
     registered = {value for value in found.values() if isinstance(value, OpOverload)}
     checked = {op for op, _ in OPS.values()}
     assert registered == checked | {grouped_products.drawn_seed}  # which is random, and has tests of its own
@@ -173,7 +168,7 @@ def test_a_group_is_taken_apart_before_it_is_compiled() -> None:
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    ys = torch.compile(lambda given: grouped_lora.grouped_lora_op(*given), backend=backend, fullgraph=True)(group())
+    ys = torch.compile(lambda given: gated_lora.grouped_lora_op(*given), backend=backend, fullgraph=True)(group())
     sum(y.sum() for y in ys).backward()
     assert called == [[grouped_products.forward_op], [grouped_products.backward_op]]
 
@@ -197,9 +192,9 @@ def one_layer(
     """Two routed projections of one input, the second with a diagonal, and the sums the router makes."""
     settings = routing.Routing(2, 0.5, False, 1, True)
     gates, sums, counts = routing.fused_gates_and_sums(x.detach(), how["centers"], how["queries"], settings)
-    z0, z1 = gated_lora.down(x, [A0, A1], how["dropout"])
-    first = gated_lora.up(base, z0, B0, 0.7, gates[..., 0:1])
-    second = gated_lora.up(base, z1, B1, 0.7, gates[..., 1:2], how["diagonal"])
+    mask = how["dropout"], seed()
+    first = gated_lora.gated_lora(base, x, A0, B0, 0.7, gates[..., 0:1], None, *mask)
+    second = gated_lora.gated_lora(base, x, A1, B1, 0.7, gates[..., 1:2], how["diagonal"], *mask)
     return torch.cat([first, second], -1).float() + (sums.sum() + (counts * how["weight"]).sum())
 
 
@@ -281,14 +276,14 @@ def test_a_compiled_group_equals_eager(kind: str) -> None:
         columns = GateColumns(leaves["wide"], (0, 1) if kind == "columns" else (3, 1), 1) if "wide" in leaves else None
         gates = columns.by_projection() if columns else [leaves.get(f"gate{m}") for m in range(2)]
         projections = [
-            grouped_lora.Projection(
+            gated_lora.Projection(
                 *(w, b, leaves[f"A{m}"].detach() if kind == "frozen A" else leaves[f"A{m}"], leaves[f"B{m}"]),
                 *(gates[m], leaves.get(f"diagonal{m}")),
             )
             for w, b, m in parts
         ]
-        together = grouped_lora.Frozen([weight], [bias]) if torch.compiler.is_compiling() else None
-        ys = torch.cat(grouped_lora.grouped_lora(x, projections, 0.7, 0.0, None, together, columns), -1)
+        together = gated_lora.Frozen([weight], [bias]) if torch.compiler.is_compiling() else None
+        ys = torch.cat(gated_lora.grouped_lora(x, projections, 0.7, 0.0, None, together, columns), -1)
         return ys + sum(0.01 * leaves[f"A{m}"].sum() for m in range(2)) if kind == "frozen A" else ys
 
     compare(function, given, 2e-6)
@@ -323,8 +318,8 @@ def three_projections(
     x: torch.Tensor, base: torch.Tensor, As: list[torch.Tensor], B: torch.Tensor, centers: list[torch.Tensor]
 ) -> torch.Tensor:
     gates = routing.fused_gates(x, centers, routing.Routing(2, 0.5, False, 1, True))
-    zs = gated_lora.down(x, As, 0.0)
-    return sum(gated_lora.up(base, z, B, 0.7, gates[..., e : e + 1]) for e, z in enumerate(zs))  # type: ignore[return-value]
+    ys = [gated_lora.gated_lora(base, x, A, B, 0.7, gates[..., e : e + 1]) for e, A in enumerate(As)]
+    return torch.stack(ys).sum(0)
 
 
 def test_lengths_compile_no_more_than_twice() -> None:

@@ -13,7 +13,7 @@ from monkeyjump.ops.lowrank import Dropout
 from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal, uniform
 from tests.ops.lora_cases import Case
 
-ops = pytest.importorskip("monkeyjump.ops.grouped_lora")
+ops = pytest.importorskip("monkeyjump.ops.gated_lora")
 from monkeyjump.ops import grouped_products as products  # noqa: E402
 from monkeyjump.ops.kernels.tiles import FEW_TOKENS  # noqa: E402
 

@@ -13,7 +13,7 @@ from tests.ops.lora_cases import PRODUCTS as MATRIX_UNITS
 from tests.ops.lora_cases import Case, take
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.lora_few_tokens")
-from monkeyjump.ops import gated_lora, grouped_lora  # noqa: E402
+from monkeyjump.ops import gated_lora  # noqa: E402
 from monkeyjump.ops.kernels import lora, lora_sums  # noqa: E402
 from monkeyjump.ops.kernels.tiles import FEW_TOKENS, TILES  # noqa: E402
 
@@ -166,10 +166,10 @@ def group(case: Case) -> dict[str, torch.Tensor]:
             name: None if value is None else value.detach().requires_grad_() for name, value in own.items()
         }
         weight = normal(B.shape[0], case.D, seed=80 + m, dtype=case.dtype)
-        projections.append(grouped_lora.Projection(weight=weight, bias=None, **leaves))
+        projections.append(gated_lora.Projection(weight=weight, bias=None, **leaves))
         found |= {f"{name}{m}": value for name, value in leaves.items() if value is not None}
     x = case.x().requires_grad_()
-    ys = grouped_lora.grouped_lora(x, projections, 0.7, case.dropout, None if mask is None else mask.seed)
+    ys = gated_lora.grouped_lora(x, projections, 0.7, case.dropout, None if mask is None else mask.seed)
     grads = torch.autograd.grad(ys, [x, *found.values()], [normal(*y.shape, seed=90, dtype=case.dtype) for y in ys])
     return dict(zip(["x", *found], grads, strict=True)) | {f"y{m}": y for m, y in enumerate(ys)}
 

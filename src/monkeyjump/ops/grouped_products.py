@@ -50,6 +50,7 @@ def kept_dtype(x: Tensor, gated: bool) -> torch.dtype:
 
 def forward(
     x: Tensor,
+    base: Tensor | None,
     weights: list[Tensor],
     biases: list[Tensor | None],
     As: list[Tensor],
@@ -62,18 +63,21 @@ def forward(
     places: Places,
     gated: bool,
 ) -> list[Tensor]:
-    """M of y [N, O], then z [N, M * R]; `gated`: the gates have a gradient."""
+    """M of y [N, O], then z [N, M * R]; with a base [N, O] y is that and the update. `gated`: gates have a gradient."""
     strengths = strengths_of(scale, gates, diagonals, places)
     update = Update([A.contiguous() for A in As], [B.contiguous() for B in Bs], strengths, Dropout.of(seed, p))
-    ys, z = outputs(x.contiguous(), Frozen(weights, biases), update, kept_dtype(x, gated))
-    return [*ys, z]
+    if base is None:
+        ys, z = outputs(x.contiguous(), Frozen(weights, biases), update, kept_dtype(x, gated))
+        return [*ys, z]
+    y = torch.empty_like(base, memory_format=torch.contiguous_format)
+    return [y, lora.down_up(x.contiguous(), update, [base.contiguous()], [y], kept_dtype(x, gated))]
 
 
 forward_op = registered("grouped_lora_forward", tags=ANY_LAYOUT)(forward)
 
 
 @shapes_of(forward_op)
-def _(x, weights, biases, As, Bs, gates, diagonals, seed, p, scale, places, gated):
+def _(x, base, weights, biases, As, Bs, gates, diagonals, seed, p, scale, places, gated):
     z = x.new_empty(x.shape[0], len(As) * As[0].shape[0], dtype=kept_dtype(x, gated))
     return [*(x.new_empty(x.shape[0], B.shape[0]) for B in Bs), z]
 
@@ -206,7 +210,7 @@ def down_gradients(
     """
     dx = torch.empty(dz.shape[0], As[0].shape[1], dtype=dys[0].dtype, device=dz.device) if with_dx else None
     parts = lora.down_backward(x, dz, As, dropout, dx)
-    if dx is not None:
+    if dx is not None and weights:
         if len(weights) < len(dys):
             dys, widths = _joined_where_narrow(dys)
             weights = weights[0].split_with_sizes(widths)

@@ -113,7 +113,7 @@ class Update:
 class Projection:
     """One frozen linear and its adapter's tensors."""
 
-    weight: torch.Tensor  # [O, D], frozen
+    weight: torch.Tensor | None  # [O, D], frozen; None where the frozen output is given
     bias: torch.Tensor | None  # [O], frozen
     A: torch.Tensor  # [R, D]
     B: torch.Tensor  # [O, C]
@@ -130,7 +130,8 @@ class Frozen:
 
     @classmethod
     def of(cls, projections: Sequence[Projection]) -> Frozen:
-        return cls([projection.weight for projection in projections], [projection.bias for projection in projections])
+        weights = [projection.weight for projection in projections if projection.weight is not None]
+        return cls(weights, [projection.bias for projection in projections])
 
     def by_projection(self, widths: Sequence[int]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
         """The weights and biases of the linears of these widths, each by itself."""

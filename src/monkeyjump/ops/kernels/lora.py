@@ -125,14 +125,6 @@ def down_backward(
     return [] if parts is None else [parts]
 
 
-def up_backward_alone(
-    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths, times_s: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t [N, C], dB [O, C] for a diagonal of ones) of one projection."""
-    t, parts = up_backward([dy], z, [B], strengths, times_s)
-    return t, total(parts).view(B.shape)
-
-
 def down_backward_alone(
     x: torch.Tensor | None,
     dz: torch.Tensor,

@@ -129,7 +129,7 @@ class SharedInput:
         self, x: torch.Tensor, members: list[MonkeyJumpLayer], seed: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...] | None:
         """The outputs of some members; None if their gates do not fit together."""
-        from monkeyjump.ops.grouped_lora import Projection, grouped_lora
+        from monkeyjump.ops.gated_lora import Projection, grouped_lora
 
         name = self.adapter_name
         routing = members[0].routers.get(name)  # of the whole group, or none
