@@ -132,7 +132,7 @@ def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype, monkeypatch: pytes
     )
     x, (dy,) = case.x(), case.bases()
     assert error(kernels.down(x, [A], None), x.double() @ A.double().T) < close
-    (t,), (dB,) = up_backward([dy], z, [B], Strengths.single(1.0), False)
+    (t,), (dB,) = up_backward([dy], z, [B], Strengths(1.0, (None,), (None,)), False)
     assert error(t, dy.double() @ B.double()) < close
     assert error(dB, dy.double().T @ z.double()) < close
     assert error(kernels.down_backward_alone(x, dz, [A], None, None)[1], dz.double().T @ x.double()) < close

@@ -76,23 +76,6 @@ class Strengths:
     diagonals: tuple[torch.Tensor | None, ...]  # [C] each
     every: int = 1  # tokens that share a row of a gate
 
-    @classmethod
-    def single(
-        cls, scale: float, gate: torch.Tensor | None = None, diagonal: torch.Tensor | None = None, every: int = 1
-    ) -> Strengths:
-        return cls(scale, (gate,), (diagonal,), every)
-
-    def first(self, N: int, C: int) -> torch.Tensor | float:
-        """s of the first projection: a number, or fp32 [C] or [N, C]."""
-        s: torch.Tensor | float = self.scale
-        diagonal, gate = self.diagonals[0], self.gates[0]
-        if diagonal is not None:
-            s = s * diagonal
-        if gate is not None:
-            gate = gate.repeat_interleave(C // gate.shape[1], 1)
-            s = s * (gate if self.every == 1 else gate.repeat_interleave(self.every, 0))
-        return s
-
 
 @dataclass
 class Update:

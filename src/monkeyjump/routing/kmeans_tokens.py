@@ -60,9 +60,9 @@ class Tokens:
         picked = self.x.take_along_dim(index_GM[..., None], 1).float()
         return picked * self.inverse.gather(1, index_GM)[..., None]
 
-    def chunks(self, bytes_per_token: int, wide: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """(where, tokens [G, n, D], in fp32 if `wide` or by torch); copy and `bytes_per_token` fill the scratch."""
-        return _chunks(self.x, bytes_per_token, as_it_is=self.kernels and not wide)
+    def chunks(self, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
+        """(where, tokens [G, n, D], in fp32 for torch); the copy and `bytes_per_token` fill the scratch."""
+        return _chunks(self.x, bytes_per_token, as_it_is=self.kernels)
 
     def chords(self, vectors_GMD: Tensor, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
         """(where, squared chords [G, M, n] of unit vectors and the unit tokens there, 0 for the same direction)."""
