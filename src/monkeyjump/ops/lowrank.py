@@ -48,14 +48,14 @@ def new_seed(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """A mask made from its seed wherever it is needed, never stored."""
+    """A dropout mask, which is made from its seed wherever it is needed and never stored."""
 
     seed: torch.Tensor  # int64, []
     p: float
 
     @classmethod
     def of(cls, seed: torch.Tensor | None, p: float) -> Dropout | None:
-        """The mask of this seed, or none."""
+        """The mask of this seed, or None without one."""
         return None if seed is None else cls(seed, p)
 
     @property
@@ -69,7 +69,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Strengths:
-    """Of every projection of a group: s = scale * diagonal[c] * gate[n // every, c // (C / G)]."""
+    """The factors of every projection of a group: s = scale * diagonal[c] * gate[n // every, c // (C / G)]."""
 
     scale: float
     gates: tuple[torch.Tensor | None, ...]  # [N / every, G] each, of one row stride; all or none

@@ -1,8 +1,8 @@
 """The logits of learned routers: x W^T in fp32 for an x of lower precision, without a wide copy of x.
 
 The kernels multiply x with both bf16 halves of W, and the gradient of W with both halves of the logits' gradient. As in
-`gated_lora`, eager mode launches them from the autograd function and torch.compile sees registered ops; compiled
-inference, and all that the kernels do not know, is `precise_linear`.
+`gated_lora`, eager mode launches them from the autograd function and torch.compile sees registered ops.
+`precise_linear` does compiled inference and everything that the kernels do not know.
 
 Shapes: N tokens, D width of the input, M routers that read it, E experts; `...`: any leading shape.
 """
@@ -19,7 +19,7 @@ from monkeyjump.ops.lowrank import rows_of
 from monkeyjump.ops.precision import precise_linear
 from monkeyjump.ops.registration import registered, shapes_of
 
-MOST = 64  # columns of all weights together; more are as well left to a matrix product
+MOST_COLUMNS = 64  # columns of all weights together; for more a matrix product is as fast
 
 
 def router_logits(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _for_kernels(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
         return False
     if any(weight.dtype != torch.float32 for weight in weights):
         return False
-    few = len(weights) * weights[0].shape[0] <= MOST
+    few = len(weights) * weights[0].shape[0] <= MOST_COLUMNS
     return few and x.device == weights[0].device and x.numel() > 0 and dispatch.uses_kernels(x)
 
 
@@ -78,7 +78,7 @@ def _backward(
 
 
 def _kernels() -> Any:
-    from monkeyjump.ops.kernels import lora  # where there is Triton
+    from monkeyjump.ops.kernels import lora  # only where Triton is installed
 
     return lora
 

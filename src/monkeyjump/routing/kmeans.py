@@ -107,7 +107,7 @@ def _draw(weight_GSN: Tensor, draws_ST: Tensor, valid_GN: Tensor) -> Tensor:
 
 @dataclass
 class _Fits:
-    """Restarts under way."""
+    """The state of all restarts, some of which have converged."""
 
     centers: Tensor  # [G, S, K, D]
     gain: Tensor  # [G, S] sum of cosines
@@ -126,12 +126,12 @@ class _Fits:
 
 
 def _lloyd(tokens: Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _Fits:
-    """Every restart until it has converged; those that have are left out from the next look at the device on."""
+    """Runs every restart until it has converged; the next look at the device leaves those out that have."""
     done = torch.zeros(centers_GSKD.shape[:2], dtype=torch.bool, device=centers_GSKD.device)
     fits = _Fits(centers_GSKD, centers_GSKD.new_zeros(done.shape), torch.zeros_like(done, dtype=torch.int64), done)
     active = done.shape[1]
     for start in range(0, max_iter, CHECK_EVERY):
-        # as many of each block as the slowest block has left
+        # every block works on as many restarts as the slowest block has left
         which = fits.done.int().argsort(dim=1, stable=True)[:, :active]
         some = fits.pick(which)
         for _ in range(min(CHECK_EVERY, max_iter - start)):
@@ -148,7 +148,7 @@ def _lloyd(tokens: Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _
 
 
 def _iterate(tokens: Tokens, fits: _Fits, tol: float) -> Tensor:
-    """Move the centres of what is not done, in place; the tokens [G, S, K] that each had before."""
+    """Moves the centres of restarts that have not converged; returns how many tokens [G, S, K] each centre had."""
     sums, counts = tokens.accumulate(fits.centers)
     length = sums.norm(dim=-1)
     # An empty cluster keeps its centre, and so does one whose tokens cancel out: neither has a direction.

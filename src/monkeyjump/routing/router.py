@@ -78,7 +78,7 @@ def _composed(
     training: bool,
     with_statistics: bool,
 ) -> Decision:
-    """Every way of routing, from the reference ops."""
+    """The decision by the reference ops, which know every way of routing."""
     if selection.pool is not None:
         h = pool_rows(h, selection.mask, selection.pool)
     u = ops.features(h, mean, normalize=config.ema_space == "normalized")
@@ -121,6 +121,7 @@ def _fused(
     with_statistics: bool,
     into: Staged | None,
 ) -> Decision:
+    """The decision by the kernel."""
     from monkeyjump.ops import routing
 
     settings = routing.Routing(

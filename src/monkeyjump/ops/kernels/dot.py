@@ -1,4 +1,4 @@
-"""Products of tiles, as exact as their use needs: matrix units multiply bf16, and add up in fp32."""
+"""Products of two tiles. The matrix units multiply bf16 and add up in fp32; here are more exact ones, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import triton.language as tl
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
-WIDENED = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there, operands are widened after rounding
+# Triton's interpreter cannot multiply bf16, so operands are widened there after rounding.
+WIDENED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What kernels of low-rank updates are made of, and the numbers they are launched with.
+"""What all kernels of low-rank updates read: dropout masks, strengths, base outputs; and the numbers they are given.
 
 Shapes: as in `lora`.
 """
@@ -62,14 +62,17 @@ def base_tile(base, bias, long_rows, outs, stride, O, inside):
 
 
 def row_strides(bases: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    """The row stride of every base, 0 where there is none."""
     return tuple(0 if base is None else base.stride(0) for base in bases)
 
 
 def mask_numbers(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, float]:
+    """(seed, threshold, keep_scale) of a kernel."""
     return (None, 0, 1.0) if dropout is None else (dropout.seed, dropout.threshold, dropout.scale)
 
 
 def strength_numbers(strengths: Strengths, z: torch.Tensor) -> tuple[float, int, int, int, int]:
+    """(scale, N, z_stride, gate_stride, every) of a kernel."""
     gate = strengths.gates[0]
     return strengths.scale, z.shape[0], z.stride(0), 0 if gate is None else gate.stride(0), strengths.every
 

@@ -38,16 +38,16 @@ from monkeyjump.ops.kernels.tiles import (
 )
 from monkeyjump.ops.lowrank import Dropout, Strengths
 
-MOST_COLUMNS = 8  # of z: each is an instruction for every entry of x
+MOST_COLUMNS = 8  # columns of z, each of which is an instruction for every entry of x
 COLUMNS_OF_B = (1, 2, 4)
-LEAST_DY = 512  # columns of every dy: all threads lie side by side along a row, and no sum over rows crosses them
+LEAST_DY = 512  # columns of every dy from which all threads lie along one row, so that no sum over rows crosses them
 
 
 @triton.jit
 def down_kernel(x, As, z, kept, seed, threshold, keep_scale, N, D,
                 R: tl.constexpr, CP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                 DEPTH: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
-    """MORE: a row has more tiles than are loaded at once. Those to come are loaded while these are added up."""
+    """With MORE, a row has more tiles than are loaded at once; the next ones are loaded while these are added up."""
     rows, columns = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, CP)
     number: tl.constexpr = R * len(As)
     row_starts = x + rows.to(tl.int64)[:, None] * D
@@ -203,7 +203,7 @@ def up(
     ys: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
 ) -> None:
-    """`lora.up`."""
+    """Writes y = base + bias + (z * s) B^T of every projection, in fp32 sums."""
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["sums_up" if any(base is not None for base in bases) else "sums_up_alone"]
@@ -216,6 +216,7 @@ def up(
 
 
 def sums_up_backward(Bs: Sequence[torch.Tensor]) -> bool:
+    """Whether `up_backward` here is the faster one."""
     return Bs[0].shape[1] in COLUMNS_OF_B and min(B.shape[0] for B in Bs) >= LEAST_DY
 
 
@@ -227,7 +228,7 @@ def up_backward(
     times_s: bool,
     t: torch.Tensor,
 ) -> torch.Tensor:
-    """`lora.up_backward` into t, and the parts of all dB."""
+    """Writes t = dy B of every projection and returns the partial sums of all dB."""
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
     tile = TILES["sums_up_backward"]

@@ -32,8 +32,8 @@ from monkeyjump.ops.kernels.tiles import (
 )
 
 MOST_EXPERTS = 16
-MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
-BY_SUMS = 7  # experts: each is two instructions for every entry of h
+MANY = 16_384  # tokens from which row blocks are larger, so that fewer sums are added up; blocks are still enough
+BY_SUMS = 7  # experts up to which plain sums are faster; each is two instructions for every entry of h
 V = tl.constexpr(4)  # columns of a thread: those of h and of the centres, which are fp32, are the same
 
 
@@ -148,7 +148,7 @@ def center_length(center, D, BW: tl.constexpr):
 @triton.jit
 def row_products(h, centers, rows, N, D,
                  BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
-    """(norms, products with each centre), [BN] each. MORE: tiles to come are loaded while those there are added up."""
+    """(norms, products with each centre), [BN] each. With MORE, the next tiles are loaded while these are added up."""
     row_starts = h + rows.to(tl.int64)[:, None] * D
     squares, dots = tl.zeros((BN, BD // V), tl.float32), ()
     for _ in tl.static_range(len(centers)):
@@ -176,7 +176,7 @@ def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_
                       K: tl.constexpr, MEMBER_K: tl.constexpr, RENORMALIZE: tl.constexpr, UNIT: tl.constexpr,
                       EP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr,
                       MORE: tl.constexpr, BW: tl.constexpr):  # fmt: skip
-    """The same by plain sums, for few experts.
+    """Does what `route_kernel` does, by plain sums for few experts.
 
     The rows are read twice, the second time out of the cache: sums along a row want it in the threads of one warp,
     sums over rows want the same columns of all of them in one thread.
@@ -213,7 +213,7 @@ def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_
 @triton.jit
 def add_sums_kernel(parts, numbers, sums, counts, P, D,
                     BP: tl.constexpr, ALL: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """The row blocks' sums and counts, added up, each expert's into its own tensor."""
+    """Adds up the row blocks' sums and counts, each expert's into its own tensor."""
     E: tl.constexpr = len(sums)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
     every = tl.arange(0, ALL)
@@ -256,7 +256,7 @@ def token_gates_and_sums(
     sums: Sequence[torch.Tensor],
     counts: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """gates [N, E]; of the tokens that are queries ([N] bool; None: all) E sums [D] and counts [] are written."""
+    """Gates [N, E]; writes E sums [D] and counts [] of the tokens that are queries ([N] bool; None: all)."""
     N, D = h.shape
     E, P = len(centers), row_blocks(N, _tile(N, len(centers), True).rows)
     gates = torch.empty(N, E, device=h.device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Block sizes of the kernels, and how many row blocks a launch has."""
+"""Block sizes of the kernels, the number of row blocks of a launch, and loading the rows of a tensor tile by tile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 FAST_MEMORY = 8192  # entries of the other operand of a tile; several of them lie in a multiprocessor's memory at a time
-# tokens up to which a launch costs more than its work, and work is done twice to save one: with 64 tokens one launch
-# took a third of the time of two, at widths of 896 and 4096
+# Up to this many tokens a launch costs more than its work, so that work is done twice to save one. With 64 tokens one
+# launch took a third of the time of two on an H200, at widths of 896 and 4096.
 FEW_TOKENS = 64
 WIDE = 1024  # columns of x beyond which kernels take other tiles: wider ones, or more warps for a row
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when a kernel is defined, so do we
@@ -67,7 +67,7 @@ TILES = {
 
 
 def tiles_at_once(D: int, width: int, most: int) -> int:
-    """Of the tiles of a row as many as are loaded at once: not more than this, and as many each time."""
+    """How many tiles of a row are loaded at once: at most `most`, and the same number at every step along the row."""
     tiles = row_blocks(D, width)
     return row_blocks(tiles, row_blocks(tiles, most))
 
