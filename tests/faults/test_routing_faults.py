@@ -12,7 +12,7 @@ from monkeyjump.ops import reference as ops
 from monkeyjump.routing.ema import committed
 from monkeyjump.routing.granularity import CallInputs, select
 from monkeyjump.routing.kmeans import spherical_kmeans
-from monkeyjump.routing.router import route
+from monkeyjump.routing.router import decide
 from tests.helpers import (
     adapted,
     assert_same,
@@ -41,7 +41,7 @@ def test_b01_momentum_works_whatever_the_norm_of_the_states(space: str) -> None:
     found = spherical_kmeans(other[None], 2)
     old = found.centers[0] if space == "normalized" else found.centers[0] * found.mean_norms[0][:, None]
     selection = select(CallInputs((1, 64), h.device), "token", "prompt")
-    decision = route(h, old, None, selection, config, with_statistics=True)
+    decision = decide(h, old, None, selection, config, with_statistics=True)
     assert decision.sums is not None
     assert decision.counts is not None
     winner = int(decision.counts.argmax())
@@ -86,7 +86,7 @@ def test_b02_even_nan_states_under_padding_stage_nothing() -> None:
     poisoned = h.masked_fill(~mask[..., None], float("nan"))
     config = mj_config()
     selection = select(CallInputs((2, 5), h.device, mask=mask), "token", "prompt")
-    found = [route(x, torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), None, selection, config,
+    found = [decide(x, torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), None, selection, config,
                    with_statistics=True) for x in (h, poisoned)]  # fmt: skip
     torch.testing.assert_close(found[0].sums, found[1].sums)
     torch.testing.assert_close(found[0].counts, found[1].counts)
@@ -203,12 +203,12 @@ def test_b09_jitter_is_additive_in_training_only_and_never_reaches_the_ema() -> 
     selection = select(CallInputs((1, 2000), h.device), "token", "prompt")
     noisy, clean = mj_config(jitter=0.5, top_k=1), mj_config(jitter=0.0, top_k=1)
     torch.manual_seed(0)
-    training = route(h, orthogonal, None, selection, noisy, training=True, with_statistics=True)
+    training = decide(h, orthogonal, None, selection, noisy, training=True, with_statistics=True)
     shares = (training.gates > 0).float().mean((0, 1))
     assert shares.min() > 0.25
-    quiet = route(h, orthogonal, None, selection, clean, training=True, with_statistics=True)
+    quiet = decide(h, orthogonal, None, selection, clean, training=True, with_statistics=True)
     torch.testing.assert_close(training.sums, quiet.sums)
     torch.testing.assert_close(training.counts, quiet.counts)
-    evaluation = route(h, orthogonal, None, selection, noisy, training=False)
+    evaluation = decide(h, orthogonal, None, selection, noisy, training=False)
     assert torch.equal(evaluation.gates, quiet.gates)
     assert torch.equal(ops.top_k_mask(torch.zeros(2, 3), 1), torch.tensor([[True, False, False]] * 2))

@@ -15,9 +15,9 @@ from tests.helpers import PAD, adapted, assert_same, gradients, lm_batch, padded
 from tests.methods.common import LOUD, METHODS, batch_for, moved
 
 lora_kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
-from monkeyjump.ops.kernels import few as few_kernels  # noqa: E402
+from monkeyjump.ops.kernels import lora_few_tokens as few_kernels  # noqa: E402
+from monkeyjump.ops.kernels import propulsion as scale_kernels  # noqa: E402
 from monkeyjump.ops.kernels import route as route_kernels  # noqa: E402
-from monkeyjump.ops.kernels import scale as scale_kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # of logits of about 10, after a few blocks in fp32
@@ -25,13 +25,13 @@ KERNELS = {
     "down": lora_kernels,
     "up": lora_kernels,
     "at_once": few_kernels,
-    "route": route_kernels,
-    "route_and_sum": route_kernels,
+    "token_gates": route_kernels,
+    "token_gates_and_sums": route_kernels,
     "scale": scale_kernels,
 }
 LOW_RANK = {"down", "up"}
 WORK = {"at_once": LOW_RANK}  # of a launch that does what several others do
-ROUTED = {"route_and_sum"}
+ROUTED = {"token_gates_and_sums"}
 # what a training step of a method launches; a mixture of Propulsions is elementwise work beside its routers' logits
 EXPECTED: dict[str, set[str]] = {
     "propulsion": {"scale"},

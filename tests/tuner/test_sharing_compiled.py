@@ -14,7 +14,7 @@ from monkeyjump.tuner.call import Generation
 from tests.helpers import COMPILING, adapted, assert_same, disturb, gradients, layers_of, tiny_llama
 from tests.tuner.sharing_models import ATTENTION, CLOSE, DEVICE, always_on, batch, logits, spied_passes
 
-few = pytest.importorskip("monkeyjump.ops.kernels.few")
+lora = pytest.importorskip("monkeyjump.ops.kernels.lora")
 
 pytestmark = [*COMPILING, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -131,7 +131,7 @@ def test_dropout_of_compiled_groups_is_the_same_in_backward(name: str) -> None:
 def test_compiled_inference_takes_groups_in_generation(tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are known: one pass for q, k and v, and the logits of eager mode."""
     if tokens == "many":
-        monkeypatch.setattr(few, "FEW", 4)
+        monkeypatch.setattr(lora, "FEW_TOKENS", 4)
     passes = spied_passes(monkeypatch)
     model = routed(1, shared_modules=["o_proj"]).eval()
     base, context = model.get_base_model(), next(iter(layers_of(model).values())).context

@@ -62,8 +62,8 @@ def routing(size: tuple[int, int, int], dtype: torch.dtype, normal: Callable[...
 
             settings = kernels.Routing(TOP_K, 1.0, renormalize=False, member_k=TOP_K, unit=True)
             if sums:
-                return kernels.route_and_sum(h, list(centers.unbind()), None, settings)
-            return kernels.route(h, list(centers.unbind()), settings)
+                return kernels.fused_gates_and_sums(h, list(centers.unbind()), None, settings)
+            return kernels.fused_gates(h, list(centers.unbind()), settings)
         u = ops.features(h, None, normalize=True)
         logits = ops.similarity_logits(u, centers, "cosine")
         gates = ops.gates(logits, TOP_K, 1.0, renormalize=False)

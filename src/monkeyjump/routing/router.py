@@ -40,7 +40,7 @@ class Staged:
 
 
 @torch.no_grad()
-def route(
+def decide(
     h: torch.Tensor,
     centers: Sequence[torch.Tensor] | torch.Tensor,
     mean: torch.Tensor | None,
@@ -58,7 +58,7 @@ def route(
     """
     if torch.is_autocast_enabled(h.device.type):
         with torch.autocast(h.device.type, enabled=False):
-            return route(
+            return decide(
                 h, centers, mean, selection, config, training=training, with_statistics=with_statistics, into=into
             )
     if _in_one_kernel(h, centers, mean, selection, config, training):
@@ -78,7 +78,7 @@ def _composed(
     training: bool,
     with_statistics: bool,
 ) -> Decision:
-    """Every way of routing, from the reference ops."""
+    """The decision by the reference ops, which know every way of routing."""
     if selection.pool is not None:
         h = pool_rows(h, selection.mask, selection.pool)
     u = ops.features(h, mean, normalize=config.ema_space == "normalized")
@@ -121,6 +121,7 @@ def _fused(
     with_statistics: bool,
     into: Staged | None,
 ) -> Decision:
+    """The decision by the kernel."""
     from monkeyjump.ops import routing
 
     settings = routing.Routing(
@@ -131,10 +132,10 @@ def _fused(
         unit=config.ema_space == "normalized",
     )
     if into is not None:
-        return Decision(routing.route_into(h, list(centers), queries, settings, into.sums, into.counts))
+        return Decision(routing.fused_gates_into(h, list(centers), queries, settings, into.sums, into.counts))
     if not with_statistics:
-        return Decision(routing.route(h, list(centers), settings))
-    return Decision(*routing.route_and_sum(h, list(centers), queries, settings))
+        return Decision(routing.fused_gates(h, list(centers), settings))
+    return Decision(*routing.fused_gates_and_sums(h, list(centers), queries, settings))
 
 
 def uniform_gates(h: torch.Tensor, experts: int, config: MonkeyJumpConfig) -> torch.Tensor:

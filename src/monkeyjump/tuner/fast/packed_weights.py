@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monkeyjump.ops.grouped import Frozen
+from monkeyjump.ops.lowrank import Frozen
 
 
 class PackedWeights:

@@ -18,12 +18,12 @@ from torch import nn
 from monkeyjump.adapters.base import fits_tokens
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
-from monkeyjump.ops.settings import MOST_SEEDS, GateColumns
+from monkeyjump.ops.lowrank import MOST_SEEDS, GateColumns
 from monkeyjump.tuner.call import MadeAhead, ModelCall, running
 from monkeyjump.tuner.recomputation import refuse_unknown_recomputation
 
 if TYPE_CHECKING:
-    from monkeyjump.ops.grouped import Frozen
+    from monkeyjump.ops.lowrank import Frozen
     from monkeyjump.tuner.fast.packed_weights import PackedWeights
     from monkeyjump.tuner.layer import MonkeyJumpLayer
 
@@ -129,16 +129,16 @@ class SharedInput:
         self, x: torch.Tensor, members: list[MonkeyJumpLayer], seed: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...] | None:
         """The outputs of some members; None if their gates do not fit together."""
-        from monkeyjump.ops.grouped import Projection, grouped_lora
+        from monkeyjump.ops.gated_lora import Projection, grouped_lora
 
         name = self.adapter_name
         routing = members[0].routers.get(name)  # of the whole group, or none
         places = [member.routers[name][1] for member in members] if routing else []
         given: Any = routing[0].gate_all(name, places, x) if routing else [None] * len(members)
         columns = given if isinstance(given, GateColumns) else None
-        gates = given if columns is None else columns.apart()
+        gates = given if columns is None else [None] * len(members)
         shapes = {None if gate is None else gate.shape for gate in gates}
-        if len(shapes) > 1 or not fits_tokens(gates[0], x):
+        if len(shapes) > 1 or not fits_tokens(gates[0] if columns is None else columns.tensor, x):
             return None
         projections = []
         for member, gate in zip(members, gates, strict=True):

@@ -12,7 +12,7 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.ops.settings import GateColumns
+from monkeyjump.ops.lowrank import GateColumns
 from monkeyjump.tuner.call import BlocksCall, running
 from monkeyjump.tuner.inputs import expanded_rows, hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer

@@ -9,7 +9,7 @@ import torch
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.router import Decision, Staged, route, shuffled_gates, task_gates, uniform_gates
+from monkeyjump.routing.router import Decision, Staged, decide, shuffled_gates, task_gates, uniform_gates
 from monkeyjump.tuner.call import BlocksCall
 from monkeyjump.tuner.inputs import expanded_rows
 from monkeyjump.tuner.routers.base import BlockRouter
@@ -63,7 +63,7 @@ class CentroidRouter(BlockRouter):
                 f"{name!r} have width {centers[0].shape[0]}: the block list does not carry the model's hidden state."
             )
         mean = layers[0].monkeyjump_mean[name] if config.route_space == "centered" else None
-        decision = route(
+        decision = decide(
             h.detach().to(centers[0].device),
             centers,
             mean,

@@ -16,7 +16,7 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.ops.settings import GateColumns
+from monkeyjump.ops.lowrank import GateColumns
 from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
 from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
 from monkeyjump.routing.router import uniform_gates
@@ -108,7 +108,7 @@ class LearnedRouterOfBlock(BlockRouter):
         experts = decision.gates.shape[-1]
         gates = GateColumns(decision.gates.flatten(-2), tuple(range(0, experts * len(positions), experts)), experts)
         if self.blocks.context.trace is not None:
-            for position, gate in zip(positions, gates.apart(), strict=True):
+            for position, gate in zip(positions, gates.by_projection(), strict=True):
                 self._trace(adapter_name, position, gate, self.call())
         return gates
 

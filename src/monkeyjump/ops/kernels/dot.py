@@ -1,4 +1,4 @@
-"""Products of tiles, as exact as their use needs: matrix units multiply bf16, and add up in fp32."""
+"""Products of two tiles. The matrix units multiply bf16 and add up in fp32; here are more exact ones, too."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import triton.language as tl
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
-WIDE = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bf16: there, operands are widened after rounding
+# Triton's interpreter cannot multiply bf16, so operands are widened there after rounding.
+WIDENED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def product(a, b):
     """a b, accumulated in fp32."""
-    if WIDE:
+    if WIDENED:
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         result = tl.dot(a, b, input_precision="ieee")

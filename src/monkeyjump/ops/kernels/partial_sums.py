@@ -1,6 +1,6 @@
 """Sums over tokens: each row block writes its own, and one last kernel adds them up in a fixed order.
 
-The same bits every time, which atomics would not give.
+That gives the same bits every time, which atomics would not.
 
 Shapes: P row blocks, W entries of a sum.
 """
@@ -18,13 +18,13 @@ from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
 
 
 def new_parts(tokens: int, rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """[P, W] for row blocks of so many rows."""
+    """Memory [P, W] for the partial sums of row blocks of `rows` tokens."""
     return torch.empty(row_blocks(tokens, rows), width, device=device, dtype=torch.float32)
 
 
 @triton.jit
 def add_parts_kernel(parts, out, Ps, Ws, BP: tl.constexpr, BW: tl.constexpr):
-    block = tl.program_id(0)  # counts the columns of all parts, one after the other
+    block = tl.program_id(0)  # the program counts the columns of all sums, one after the other
     first = block * 0
     for i in tl.static_range(len(parts)):
         W = Ws[i]

@@ -1,6 +1,6 @@
-"""Settings of the ops as kernels and gradients take them: the mask on the input, the factor on the rank, the routing.
+"""The parts of a gated low-rank update as the kernels take them: tensors, dropout mask, factors; and their gradients.
 
-Shapes: N tokens, R rank of one A, C columns of B, G gates of a token.
+Shapes: N tokens, D and O input and output width, M projections, R rank of one A, C columns of B, G gates of a token.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def gate_rows(gate: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GateColumns:
-    """The gates of a group as columns of one tensor [..., W], G of each projection from `starts` on.
+    """The gates of a group of projections as columns of one tensor [..., W].
 
-    A compiler is shown the whole tensor: a view that begins somewhere inside is not aligned, and makes it give up wide
-    loads of whatever is computed from it.
+    A compiler is shown the whole tensor. A view that begins somewhere inside is not aligned, and the compiler would
+    give up wide loads of whatever is computed from it.
     """
 
-    wide: torch.Tensor
-    starts: tuple[int, ...]
-    number: int
+    tensor: torch.Tensor
+    first_columns: tuple[int, ...]  # of every projection
+    number: int  # G, the columns of one projection
 
-    def apart(self) -> list[torch.Tensor]:
+    def by_projection(self) -> list[torch.Tensor]:
         """[..., G] of every projection."""
-        return [self.wide[..., start : start + self.number] for start in self.starts]
+        return [self.tensor[..., first : first + self.number] for first in self.first_columns]
 
 
 MOST_SEEDS = 2**31
@@ -48,14 +48,14 @@ def new_seed(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """A mask made from its seed wherever it is needed, never stored."""
+    """A dropout mask, which is made from its seed wherever it is needed and never stored."""
 
     seed: torch.Tensor  # int64, []
     p: float
 
     @classmethod
     def of(cls, seed: torch.Tensor | None, p: float) -> Dropout | None:
-        """The mask of this seed, or none."""
+        """The mask of this seed, or None without one."""
         return None if seed is None else cls(seed, p)
 
     @property
@@ -69,29 +69,12 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Strengths:
-    """Of every projection of a group: s = scale * diagonal[c] * gate[n // every, c // (C / G)]."""
+    """The factors of every projection of a group: s = scale * diagonal[c] * gate[n // every, c // (C / G)]."""
 
     scale: float
     gates: tuple[torch.Tensor | None, ...]  # [N / every, G] each, of one row stride; all or none
     diagonals: tuple[torch.Tensor | None, ...]  # [C] each
     every: int = 1  # tokens that share a row of a gate
-
-    @classmethod
-    def single(
-        cls, scale: float, gate: torch.Tensor | None = None, diagonal: torch.Tensor | None = None, every: int = 1
-    ) -> Strengths:
-        return cls(scale, (gate,), (diagonal,), every)
-
-    def first(self, N: int, C: int) -> torch.Tensor | float:
-        """s of the first projection: a number, or fp32 [C] or [N, C]."""
-        s: torch.Tensor | float = self.scale
-        diagonal, gate = self.diagonals[0], self.gates[0]
-        if diagonal is not None:
-            s = s * diagonal
-        if gate is not None:
-            gate = gate.repeat_interleave(C // gate.shape[1], 1)
-            s = s * (gate if self.every == 1 else gate.repeat_interleave(self.every, 0))
-        return s
 
 
 @dataclass
@@ -109,15 +92,37 @@ class Update:
         return tuple(B.shape[0] for B in self.Bs)
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How similarities become gates and members; the fields of `MonkeyJumpConfig` that say so."""
+@dataclass
+class Projection:
+    """One frozen linear and its adapter's tensors."""
 
-    top_k: int
-    temperature: float
-    renormalize: bool
-    member_k: int  # experts whose centre a token moves
-    unit: bool  # whether the centres follow unit tokens or raw ones
+    weight: torch.Tensor | None  # [O, D], frozen; None where the frozen output is given
+    bias: torch.Tensor | None  # [O], frozen
+    A: torch.Tensor  # [R, D]
+    B: torch.Tensor  # [O, C]
+    gate: torch.Tensor | None  # [..., G] in the leading shape of x, or [B, 1, G]
+    diagonal: torch.Tensor | None  # [C]
+
+
+@dataclass
+class Frozen:
+    """The weights [O, D] and biases [O] of a group's linears, or one of each where they lie together in memory."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, projections: Sequence[Projection]) -> Frozen:
+        weights = [projection.weight for projection in projections if projection.weight is not None]
+        return cls(weights, [projection.bias for projection in projections])
+
+    def by_projection(self, widths: Sequence[int]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """The weights and biases of the linears of these widths, each by itself."""
+        if len(self.weights) == len(widths):
+            return self.weights, self.biases
+        bias = self.biases[0]
+        biases = [None] * len(widths) if bias is None else bias.split_with_sizes(widths)
+        return self.weights[0].split_with_sizes(widths), biases
 
 
 def with_diagonal(

@@ -2,9 +2,9 @@
 
     y = base + (dropout(x) A^T * s) B^T
 
-With few tokens a launch costs more than what it does. Here every program makes the z = dropout(x) A^T that it needs by
-itself, the same for every tile of columns of y, instead of waiting for another kernel. Few ranks are plain sums in
-fp32 over a handful of rows, of A and B as they are; more go through the matrix units, rounded as `down` and `up` do.
+With few tokens a launch costs more than what it does. Every program here makes the z = dropout(x) A^T that it needs by
+itself, although all tiles of columns of y need the same, instead of waiting for another kernel. Few ranks are computed
+by plain sums in fp32, with A and B as they are; more go through the matrix units, rounded as `down` and `up` do.
 
 Shapes: N tokens, D and O input and output width, M projections that share x, R rank of one A, C columns of B (column c
 reads z[:, c % R]), G gates of a token.
@@ -18,19 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
-from monkeyjump.ops.kernels import lora
+from monkeyjump.ops.kernels.dot import product
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.pieces import columns_of, dropped, gates_of_token, mask_numbers, strength, strength_numbers
-from monkeyjump.ops.kernels.products import product
-from monkeyjump.ops.kernels.tiles import FEW, TILES, padded, row_blocks
-from monkeyjump.ops.settings import Update
+from monkeyjump.ops.kernels.lora_operands import dropped, gates_of_token, mask_numbers, strength, strength_numbers
+from monkeyjump.ops.kernels.tiles import TILES, WIDE, columns_of, padded, row_blocks
+from monkeyjump.ops.lowrank import Update
 
-MOST_COLUMNS = 128  # of B: with more, making z again for every tile is no small work
-# of plain sums: ranks, each of which takes registers for every row; columns of B; entries of an A, all written out
+MOST_COLUMNS = 128  # columns of B beyond which making z again for every tile costs more than a launch
+# Limits of plain sums: ranks, each of which takes registers for every row; columns of B; entries of an A.
 SUMS_RANKS, SUMS_COLUMNS, SUMS_ENTRIES = 4, 8, 10_240
-EARLY = 4  # steps along a row that are loaded before anything else
-ALONG = 256  # entries of a row for a warp
-WIDE = 1024  # columns of x beyond which its rows, read again for every tile, are worth wider ones
+EARLY = 4  # steps along a row that a program loads before anything else
+ALONG = 256  # entries of a row that one warp works on
 
 
 @triton.jit
@@ -43,7 +41,7 @@ def row_tile(x, rows, N, D, step: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def row_sums(x, early, A, early_A, rows, N, D, seed, threshold, keep_scale,
              R: tl.constexpr, BD: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """z = dropout(x) A^T of a row block, rank by rank: R of [BN, 1]. The first steps are there already."""
+    """z = dropout(x) A^T of a row block, rank by rank: R of [BN, 1]. The first steps have been loaded already."""
     totals = ()
     for step in tl.static_range(STEPS):
         cols = columns_of(step * BD, BD, 4)
@@ -69,7 +67,7 @@ def few_sums_kernel(x, As, bases, gates, diagonals, Bs, ys, z, Os, base_strides,
                     D, scale, N, z_stride, gate_stride, every,
                     R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
                     BD: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """What is loaded comes before what is computed: the program waits for memory once."""
+    """The program loads before it computes, so that it waits for memory once."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     block = tl.program_id(1)  # counts the output columns of all projections, one after the other
     early = ()
@@ -145,25 +143,6 @@ def few_products_kernel(x, As, bases, gates, diagonals, Bs, ys, z, Os, base_stri
 _few_sums, _few_products = Launcher(few_sums_kernel), Launcher(few_products_kernel)
 
 
-def down_up(
-    x: torch.Tensor,
-    update: Update,
-    bases: Sequence[torch.Tensor],
-    ys: Sequence[torch.Tensor],
-    keep: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """z = dropout(x) A^T, [N, M * R], and base + (z * s) B^T into ys, which may be the bases; in few launches.
-
-    x [N, D], M of bases and ys [N, O], whose rows may lie in wider tensors. What is added to y is fp32; z is returned
-    in the dtype to `keep` it in.
-    """
-    if x.shape[0] <= FEW and update.Bs[0].shape[1] <= MOST_COLUMNS:
-        return at_once(x, update, bases, ys, keep)
-    z, kept = lora.down_kept(x, update, keep)
-    lora.up(bases, z, update.Bs, update.strengths, ys)
-    return kept
-
-
 def at_once(
     x: torch.Tensor,
     update: Update,
@@ -171,7 +150,7 @@ def at_once(
     ys: Sequence[torch.Tensor],
     keep: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The same in one launch, for any number of tokens."""
+    """Writes base + (z * s) B^T into ys and returns z in the dtype `keep`, in one launch (see `lora.down_up`)."""
     As, Bs, strengths, Os = update.As, update.Bs, update.strengths, update.widths
     (N, D), R, C = x.shape, As[0].shape[0], Bs[0].shape[1]
     z = torch.empty(N, len(As) * R, device=x.device, dtype=keep)

@@ -16,34 +16,38 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.parts import new_parts
-from monkeyjump.ops.kernels.pieces import (
+from monkeyjump.ops.kernels.lora_operands import (
     base_tile,
-    columns_of,
-    depth,
     dropped,
-    first_tiles,
     gates_of_token,
-    lane_sums,
     mask_numbers,
-    next_tiles,
     row_strides,
     strength_numbers,
 )
-from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
-from monkeyjump.ops.settings import Dropout, Strengths
+from monkeyjump.ops.kernels.partial_sums import new_parts
+from monkeyjump.ops.kernels.tiles import (
+    TILES,
+    WIDE,
+    columns_of,
+    first_tiles,
+    lane_sums,
+    next_tiles,
+    padded,
+    row_blocks,
+    tiles_at_once,
+)
+from monkeyjump.ops.lowrank import Dropout, Strengths
 
-MOST_COLUMNS = 8  # of z: each is an instruction for every entry of x
+MOST_COLUMNS = 8  # columns of z, each of which is an instruction for every entry of x
 COLUMNS_OF_B = (1, 2, 4)
-LEAST_DY = 512  # columns of every dy: all threads lie side by side along a row, and no sum over rows crosses them
-WIDE = 1024  # columns of x beyond which the tiles are others: more warps share a row
+LEAST_DY = 512  # columns of every dy from which all threads lie along one row, so that no sum over rows crosses them
 
 
 @triton.jit
 def down_kernel(x, As, z, kept, seed, threshold, keep_scale, N, D,
                 R: tl.constexpr, CP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                 DEPTH: tl.constexpr, V: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
-    """MORE: a row has more tiles than are loaded at once. Those to come are loaded while these are added up."""
+    """With MORE, a row has more tiles than are loaded at once; the next ones are loaded while these are added up."""
     rows, columns = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, CP)
     number: tl.constexpr = R * len(As)
     row_starts = x + rows.to(tl.int64)[:, None] * D
@@ -182,9 +186,9 @@ def down(
 ) -> None:
     """z = dropout(x) A^T: x [N, D], M of A [R, D], z [N, M * R] fp32; also into `kept`, of another dtype."""
     (N, D), R = x.shape, As[0].shape[0]
-    tile = TILES["thin_down" if D <= WIDE else "thin_down_wide"]
+    tile = TILES["sums_down" if D <= WIDE else "sums_down_wide"]
     width = tile.width(D)
-    ahead = depth(D, width, tile.stages)
+    ahead = tiles_at_once(D, width, tile.stages)
     _down((row_blocks(N, tile.rows), 1),
         x, tuple(As), z, kept, *mask_numbers(dropout), N, D, R, padded(len(As) * R, 1), tile.rows, width,
         ahead, 8 if D <= WIDE else 4, ahead * width < D, warps=tile.warps,
@@ -199,10 +203,10 @@ def up(
     ys: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
 ) -> None:
-    """`lora.up`."""
+    """Writes y = base + bias + (z * s) B^T of every projection, in fp32 sums."""
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
-    tile = TILES["thin_up" if any(base is not None for base in bases) else "thin_up_alone"]
+    tile = TILES["sums_up" if any(base is not None for base in bases) else "sums_up_alone"]
     width = tile.width(max(Os))
     _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
         tuple(bases), tuple(biases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
@@ -212,6 +216,7 @@ def up(
 
 
 def sums_up_backward(Bs: Sequence[torch.Tensor]) -> bool:
+    """Whether `up_backward` here is the faster one."""
     return Bs[0].shape[1] in COLUMNS_OF_B and min(B.shape[0] for B in Bs) >= LEAST_DY
 
 
@@ -223,10 +228,10 @@ def up_backward(
     times_s: bool,
     t: torch.Tensor,
 ) -> torch.Tensor:
-    """`lora.up_backward` into t, and the parts of all dB."""
+    """Writes t = dy B of every projection and returns the partial sums of all dB."""
     N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
     Os = tuple(B.shape[0] for B in Bs)
-    tile = TILES["thin_up_backward"]
+    tile = TILES["sums_up_backward"]
     parts = new_parts(N, tile.rows, sum(Os) * C, z.device)
     _up_backward((parts.shape[0], M),
         tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts, Os,

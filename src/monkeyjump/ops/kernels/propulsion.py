@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.parts import new_parts, total
+from monkeyjump.ops.kernels.partial_sums import new_parts, total
 from monkeyjump.ops.kernels.tiles import TILES, row_blocks
 
 
