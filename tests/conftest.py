@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,26 +21,25 @@ if not torch.cuda.is_available():
 
 
 def _prepare_the_language_once() -> None:
-    """Triton's interpreter replaces its language for every function that a kernel calls: a third of its time.
+    """What Triton's interpreter does at every launch, though once is enough: half of its time.
 
-    What it replaces depends on the module of the function alone and stays until the launch is over.
+    It replaces the language of a module for a launch and for every function that a kernel calls, and puts it back;
+    here it stays replaced, as no kernel is compiled in this process. And it looks for overflows of integers, for which
+    there is no room in tensors this small.
     """
     from triton.runtime import interpreter
 
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    done: set[int] = set()
+    replace, replaced = interpreter._patch_lang, set[int]()
 
     def once(fn: Any) -> Any:
-        if id(fn.__globals__) in done:
-            return None  # only a launch asks what to put back, and it is the first
-        done.add(id(fn.__globals__))
-        return replace(fn)
+        if id(fn.__globals__) not in replaced:
+            replaced.add(id(fn.__globals__))
+            replace(fn)
+        return SimpleNamespace(restore=lambda: None)
 
-    def fresh(self: Any, *args: Any, **kwargs: Any) -> None:
-        done.clear()
-        launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, fresh
+    interpreter._patch_lang = once
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
@@ -50,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config) -> None:
     The settings file cannot say so: pytest would import the package to find the class before this file is read.
     """
     config.addinivalue_line("filterwarnings", "error::monkeyjump.errors.MonkeyJumpWarning")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end: to go through all of it again takes the collector half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
