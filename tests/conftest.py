@@ -7,11 +7,24 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+# What `make check` leaves out, beside all that compiles (`helpers.COMPILING`): programs and trainers that run, kernels
+# at model size or in every shape. Together they are three quarters of the suite's time.
+SLOW = (
+    *("bench", "cli", "training", "architectures/test_mixtures.py", "contract/test_peft_training.py"),
+    *("contract/test_trainer.py", "contract/test_trl.py", "equivalence/test_generation.py", "evaluation/test_run.py"),
+    *("methods/test_kernels.py", "methods/test_trainers.py", "models/test_default_model.py"),
+    *("ops/test_kernel_lora.py", "ops/test_offline_compilation.py", "ops/test_router_logits.py"),
+    *("ops/test_scale_kernel.py", "tuner/test_compile_generation.py", "tuner/test_dtypes.py", "tuner/test_packing.py"),
+    *("tuner/test_sharing.py", "tuner/test_sharing_limits.py"),
+)
+TESTS = Path(__file__).parent
 
 # No test may reach for the network: set before anything imports huggingface_hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -46,18 +59,28 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     _prepare_the_language_once()
 
 
-def pytest_collection_modifyitems(config: pytest.Config) -> None:
-    """Our own warnings are errors, whoever they are attributed to.
+@pytest.hookimpl(tryfirst=True)  # before -m looks at markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is slow; and make our own warnings errors, whoever they are attributed to.
 
-    The settings file cannot say so: pytest would import the package to find the class before this file is read.
+    The settings file cannot say the latter: pytest would import the package to find the class before this file is read.
     """
     config.addinivalue_line("filterwarnings", "error::monkeyjump.errors.MonkeyJumpWarning")
+    paths = [TESTS / name for name in SLOW]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in paths):
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays until the end: to go through all of it again takes the collector half a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Or extension modules would complain, at the end of the process, of what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture

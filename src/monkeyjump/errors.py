@@ -1,4 +1,4 @@
-"""The one error users see for their own input: every problem at once, each with its fix. And the class of our warnings."""
+"""The one error users see for their own input, every problem at once, each with its fix; and our class of warnings."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_the_two_layouts() -> None:
 
 
 # the same sums for repeated rows, which a product of another height may add up in another order
-REPEATED: dict[torch.dtype, dict[str, float]] = {
+REPEATED: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
 }
