@@ -23,7 +23,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 SHARED = ["o_proj", "gate_proj"]
 ROUTED = ["q_proj", "k_proj", "v_proj"]
 
-COMPILING = [pytest.mark.usefixtures("fresh_compiler")]  # for tests that compile
+COMPILING = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]  # for tests that compile
 
 torch.set_num_threads(1)  # models this small only lose by more
 

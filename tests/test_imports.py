@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import monkeyjump
 
 ROOT = Path(monkeyjump.__file__).parent
@@ -87,6 +89,7 @@ def test_only_ops_imports_triton() -> None:
                 assert path.relative_to(ROOT).parts[0] == "ops", path
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_heavy_of_its_own() -> None:
     """What torch, transformers and peft import is theirs; on top of that we add none of these."""
     code = """
@@ -102,3 +105,10 @@ print(sorted({name for name in heavy if name in sys.modules} - before))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_what_is_called_slow_is_there() -> None:
+    """A file that was moved would be fast without a word."""
+    from tests.conftest import SLOW, TESTS
+
+    assert [name for name in SLOW if not (TESTS / name).exists()] == []

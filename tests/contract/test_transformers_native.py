@@ -155,6 +155,7 @@ def test_loading_needs_every_tensor(adapter: str, tmp_path: Path) -> None:
         logits(native)
 
 
+@pytest.mark.slow
 def test_without_the_import_loading_fails_and_the_card_says_what_is_missing(base_folder: Path, tmp_path: Path) -> None:
     native("lora", "a", base_folder).save_pretrained(tmp_path / "native")
     adapted(AutoModelForCausalLM.from_pretrained(base_folder)).save_pretrained(tmp_path / "peft")

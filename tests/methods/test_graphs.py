@@ -19,7 +19,7 @@ from tests.helpers import COMPILING, assert_same, gradients, tiny_llama
 from tests.methods.common import LOUD, batch_for, learned_routers, moved
 
 pytestmark = COMPILING
-TARGETS = ["q_proj", "v_proj", "o_proj"]
+TARGETS = ["q_proj", "v_proj"]
 LEARNED: dict[str, dict[str, Any]] = {
     **{name: {"target_modules": TARGETS} for name in ("moelora", "hydralora", "mixlora", "moa", "more")},
     **{name: {"target_modules": TARGETS} for name in ("moe_lora_fa", "moe_adalora", "moe_propulsion")},
@@ -54,12 +54,12 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # one of each way to route: every projection, whole experts, ranks, after the norm
-@pytest.mark.parametrize("case", ["moelora", "mixlora", "more", "moa published"])
+@pytest.mark.parametrize("case", ["moelora", "mixlora published", "more", "moa published"])
 def test_blocks_share_their_graphs(case: str) -> None:
     """Two for a shape, as without routers: the first block's input needs no gradient. No third at the second step."""
     model = model_of(case)
     twin = copy.deepcopy(model)
-    with compiled(model, "blocks", backend="aot_eager") as report:
+    with compiled(model, "blocks", backend="eager") as report:  # test_compile.py compiles the backward too
         for seed in range(2):
             assert_same(step(model, batch_of(case, seed)), step(twin, batch_of(case, seed)), rtol=1e-4, atol=1e-5)
     assert report.graphs == 2
@@ -76,7 +76,7 @@ def test_blocks_share_their_graphs_with_kernels(case: str, monkeypatch: pytest.M
 
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model_of(case, contrastive_weight=0.0).to(device)
+    model = model_of(case, contrastive_weight=0.0, target_modules=[*TARGETS, "o_proj"]).to(device)
     batch = {name: value.to(device) for name, value in batch_of(case).items()}
     with implementation("triton"):
         with monkeypatch.context() as patch:

@@ -100,7 +100,7 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "mola"])  # moelora, in more blocks
 def test_triton_is_torch(method: str, launches: Counter[str]) -> None:
     expected, model = trained(method, "torch")
     assert not launches
@@ -137,7 +137,10 @@ AUTOCAST = {**dict.fromkeys(("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
 def test_autocast_of_a_model_in_its_dtype_changes_nothing(method: str, launches: Counter[str]) -> None:
     """As a Trainer with bf16=True runs a model that was loaded in bf16."""
     plain, cast = (
-        step(moved(method, dropout=0.3, **follows(method)).to(DEVICE).to(torch.bfloat16).train(), method, autocast)
+        step(
+            moved(method, tiny_llama(1), dropout=0.3, **follows(method)).to(DEVICE).to(torch.bfloat16).train(),
+            *(method, autocast),
+        )
         for autocast in (False, True)
     )
     assert set(launches) == EXPECTED.get(method, LOW_RANK)
@@ -161,8 +164,9 @@ def test_autocast_of_a_model_in_fp32(method: str, launches: Counter[str]) -> Non
     for key, value in found["exact"].items():
         assert found["triton"][key].dtype == found["torch"][key].dtype
         off = {name: float((found[name][key].float() - value).norm()) for name in ("torch", "triton")}
-        cut = 4 if DEVICE == "cpu" else 1.5  # the interpreter cuts off where a GPU rounds
-        assert off["triton"] <= cut * off["torch"] + 1e-3 * float(value.norm()), key
+        # the interpreter cuts off where a GPU rounds: up to two units of bf16, one way, where torch loses half of one
+        cut, lost = (4, 2**-7) if DEVICE == "cpu" else (1.5, 1e-3)
+        assert off["triton"] <= cut * off["torch"] + lost * float(value.norm()), key
 
 
 @pytest.mark.parametrize(("method", "reentrant"), [("mjlora", True), ("mjlorafa", False), ("lora", False)])
@@ -170,7 +174,7 @@ def test_gradient_checkpointing_on_is_off(method: str, reentrant: bool) -> None:
     """At the first step already, with dropout, whose seed the recomputation draws again."""
     results = []
     for checkpointing in (False, True):
-        model = moved(method, dropout=0.3).to(DEVICE).train()
+        model = moved(method, tiny_llama(1), dropout=0.3).to(DEVICE).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()

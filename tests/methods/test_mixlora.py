@@ -34,12 +34,17 @@ def test_the_two_layouts() -> None:
     assert matched.experts == 4
 
 
-def test_identity_at_the_start() -> None:
-    batch = lm_batch()
-    expected = tiny_llama()(**batch).logits
-    assert torch.equal(wrap(tiny_llama(), mixlora())(**batch).logits, expected)
-    half = wrap(tiny_llama().bfloat16(), mixlora())(**batch).logits
-    assert torch.equal(half, tiny_llama().bfloat16()(**batch).logits)
+# the same sums for repeated rows, which a product of another height may add up in another order
+REPEATED: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
+}
+
+
+@pytest.mark.parametrize("dtype", REPEATED)
+def test_identity_at_the_start(dtype: torch.dtype) -> None:
+    found = wrap(tiny_llama().to(dtype), mixlora())(**lm_batch()).logits
+    torch.testing.assert_close(found, tiny_llama().to(dtype)(**lm_batch()).logits, **REPEATED[dtype])
 
 
 def test_balance_loss_equals_its_definition() -> None:
@@ -171,7 +176,7 @@ def test_two_adapters_take_turns() -> None:
     one = model(**lm_batch()).logits
     model.add_adapter("other", mixlora(experts=3))
     model.set_adapter("other")
-    assert torch.equal(model(**lm_batch()).logits, tiny_llama()(**lm_batch()).logits)
+    torch.testing.assert_close(model(**lm_batch()).logits, tiny_llama()(**lm_batch()).logits, **REPEATED[torch.float32])
     model.set_adapter("default")
     assert torch.equal(model(**lm_batch()).logits, one)
     model.delete_adapter("other")

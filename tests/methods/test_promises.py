@@ -39,11 +39,12 @@ def test_identity_at_the_start(case: str) -> None:
     with torch.no_grad():
         base = base_of(case)(input_ids=batch["input_ids"]).logits
         model = fresh(case)
-        if case in NEARLY_IDENTITY:
+        if case not in NEARLY_IDENTITY:
+            spread(model)
+        if case in (*NEARLY_IDENTITY, "mixlora published"):  # whose rows are repeated, which is another product
             torch.testing.assert_close(model(**batch).logits, base, rtol=1e-5, atol=1e-5)
-            return
-        spread(model)
-        assert torch.equal(model(**batch).logits, base)
+        else:
+            assert torch.equal(model(**batch).logits, base)
 
 
 def losses_and_gradients(method: str, batch: dict[str, torch.Tensor], **changes: Any) -> dict[str, torch.Tensor]:

@@ -74,7 +74,9 @@ def check(name: str, config: mj.MonkeyJumpConfig, exact: bool = True) -> Any:
         expected = made(name)(**batch).logits
         model: Any = get_peft_model(made(name), config)
         start = model.eval()(**batch, **tasks).logits
-        assert torch.equal(start, expected) if exact else torch.allclose(start, expected, atol=1e-5)
+        torch.testing.assert_close(
+            start, expected, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-5})
+        )
     disturb(model)
     spread(model)
     out = model.train()(**batch, **tasks)
@@ -87,7 +89,7 @@ def check(name: str, config: mj.MonkeyJumpConfig, exact: bool = True) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_mixlora(name: str) -> None:
     config = mj.methods.build("mixlora", target_modules=MODELS[name][1], r=2, experts=3, dropout=0.0, task_type=None)
-    model = check(name, config)
+    model = check(name, config, exact=False)  # repeated rows are another product
     inner = [path for path, layer in layers_of(model).items() if "default" in layer.routers]
     blocks = 4 if name == "t5" else 2
     assert len(inner) == blocks * MODELS[name][2]

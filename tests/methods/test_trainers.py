@@ -98,7 +98,9 @@ def test_copies_load_and_names(method: str, tmp_path: Path) -> None:
         model.save_pretrained(str(tmp_path))
         base = tiny_llama(LAYERS.get(method, 2))
         again = PeftModel.from_pretrained(base, tmp_path, adapter_name="other", low_cpu_mem_usage=True).eval()
-        assert torch.equal(again(**lm_batch()).logits, expected)
+        assert_same({k.replace(".other", ".default"): v for k, v in state_of(again, "other").items()}, state_of(model))
+        # its tensors lie in the file as it is mapped: where they begin may change the order in which products add up
+        torch.testing.assert_close(again(**lm_batch()).logits, expected, rtol=1e-5, atol=1e-5)
         native = tiny_llama(LAYERS.get(method, 2))
         native.load_adapter(str(tmp_path))
         assert torch.equal(native.eval()(**lm_batch()).logits, expected)

@@ -49,7 +49,7 @@ def compiling() -> CompileConfig:
 
 def graphs_of_generations(mode: str, generations: int) -> list[int]:
     """How many graphs there are after each of some generations, whose tokens must be those of eager mode."""
-    model = adapted(tiny_llama(2), temperature=0.2, top_k=1, **FEW, **MODES[mode]).eval()
+    model = adapted(tiny_llama(1), temperature=0.2, top_k=1, **FEW, **MODES[mode]).eval()
     found = []
     counters.clear()
     for seed in range(0, 10 * generations, 10):
