@@ -34,7 +34,7 @@ if not torch.cuda.is_available():
 
 
 def _prepare_the_language_once() -> None:
-    """What Triton's interpreter does at every launch, though once is enough: half of its time.
+    """What Triton's interpreter does at every launch, though once is enough: a quarter of its time.
 
     It replaces the language of a module for a launch and for every function that a kernel calls, and puts it back;
     here it stays replaced, as no kernel is compiled in this process. And it looks for overflows of integers, for which

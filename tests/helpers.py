@@ -25,6 +25,10 @@ ROUTED = ["q_proj", "k_proj", "v_proj"]
 
 COMPILING = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]  # for tests that compile
 
+# of logits in fp32: the same numbers, added up in another order. What is loaded may lie where its file has it, and rows
+# that are repeated make a taller product; both may change which instructions add up
+REORDERED: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
+
 torch.set_num_threads(1)  # models this small only lose by more
 
 

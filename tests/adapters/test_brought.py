@@ -67,6 +67,7 @@ def test_checkpointing_changes_nothing(case: dict[str, Any], reentrant: bool) ->
     found = []
     for checkpointing in (False, True):
         model = adapted(biased_llama(), dropout=0.3, ema_interval=1, **case)
+        model.config.use_cache = False  # as checkpointing does
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()

@@ -121,7 +121,7 @@ def test_b04_four_dimensional_masks_are_read_on_their_diagonal() -> None:
 def test_b04_the_mask_is_not_lost_under_checkpointing(reentrant: bool) -> None:
     states = []
     for checkpointing in (False, True):
-        model = adapted(ema_interval=1).train()
+        model = adapted(tiny_llama(use_cache=False), ema_interval=1).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()

@@ -150,7 +150,7 @@ def test_empty_clusters_are_reseeded(monkeypatch: pytest.MonkeyPatch, spoiled: s
     assert int(result.sizes.min()) > 0
     assert_consistent(x[None], result)
     if max_iter > 1:  # and Lloyd went on from the reseeded centres until they were the means of their clusters
-        assert 4 < int(result.iterations) < 100
+        assert 1 < int(result.iterations) < 100
         assert_mean_directions(x, result)
 
 
