@@ -106,7 +106,7 @@ class Swap:
             if isinstance(rows, list) and self._swap_rows(rows):
                 ours = True
                 if isinstance(mark.kwargs.get("ids"), list):
-                    del mark.kwargs["ids"]  # type: ignore[attr-defined]  they are as many as there were rows
+                    mark.kwargs.pop("ids")  # type: ignore[attr-defined]
         if not ours and _uses_lora(metafunc):
             ids = [kind.__name__ for kind in self.classes]
             metafunc.parametrize(METHOD, self.classes, ids=ids, indirect=True)
@@ -212,6 +212,8 @@ class Judge:
             terminalreporter.line(f"{len(tests)} unexplained: {error}", red=True)
             for test in tests[:3]:
                 terminalreporter.line(f"    {test}")
+        for entry, count in self.hits.most_common():
+            terminalreporter.line(f"{count:6} different: {entry.reason}")
         idle = [entry for entry in self.differences if self.tried[entry] and not self.hits[entry]]
         for entry in idle:
             terminalreporter.line(

@@ -43,7 +43,9 @@ class MonkeyJumpModel(BaseTuner):
 
     prefix = "monkeyjump_"
     tuner_layer_cls = MonkeyJumpLayer
-    target_module_mapping: Any = ChainMap(DEFAULT_TARGETS, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
+    target_module_mapping: Any = ChainMap(  # noqa: RUF012  declared on the instance by PEFT
+        DEFAULT_TARGETS, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    )
 
     routing: RoutingContext
 
