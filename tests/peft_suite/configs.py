@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, VeraConfig
 
 import monkeyjump as mj
 from monkeyjump.registry import ADAPTERS
@@ -84,7 +84,7 @@ def config_class(method: str) -> type[mj.MonkeyJumpConfig]:
 
 def translated(value: Any, ours: type[mj.MonkeyJumpConfig]) -> Any:
     """A parameter of a test with PEFT's LoRA in it replaced by ours."""
-    if value is LoraConfig:
+    if value in (LoraConfig, VeraConfig):
         return ours
     if isinstance(value, LoraConfig):
         changed = {name: given for name, given in value.to_dict().items() if given != LORA_DEFAULTS[name]}
