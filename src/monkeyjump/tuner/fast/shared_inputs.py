@@ -117,7 +117,7 @@ class SharedInput:
 
     def prepare(self) -> None:
         """Find out whether a compiler may trace this group: called before it does."""
-        weights = [getattr(member.base_layer, "weight", None) for member in self.members]
+        weights: list[Any] = [getattr(member.base_layer, "weight", None) for member in self.members]
         usable = all(isinstance(weight, torch.Tensor) and dispatch.uses_kernels(weight) for weight in weights)
         alike = usable and len({weight.dtype for weight in weights}) == 1 and not self.apart
         alike = alike and self._computable(self.members, weights[0].dtype)
