@@ -18,7 +18,7 @@ from peft.config import PeftConfig
 from monkeyjump.config_checks import LEARNED_ROUTERS, config_problems
 from monkeyjump.config_options import KINDS, OPTION_NAMES, OptionKinds, place_options, read_options
 from monkeyjump.config_rules import choice, described, flag, fraction, integer, positive, setting, weight
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.peft_type import PEFT_TYPE
 from monkeyjump.registry import ADAPTERS
 
@@ -185,7 +185,8 @@ def _take_options_as_keywords(init: Callable[..., None]) -> Callable[..., None]:
         self.__dict__["_given_options"] = {name: given.pop(name) for name in OPTION_NAMES if name in given}, saved
         unknown = sorted(given.keys() - {field.name for field in fields(self)}) if saved else []
         if unknown:
-            warnings.warn(f"Unexpected keyword arguments {unknown} for class MonkeyJumpConfig: ignored.", stacklevel=2)
+            message = f"Unexpected keyword arguments {unknown} for class MonkeyJumpConfig: ignored."
+            warnings.warn(message, MonkeyJumpWarning, stacklevel=2)
         init(self, *args, **{name: value for name, value in given.items() if name not in unknown})
 
     return constructor

@@ -138,6 +138,18 @@ def test_a_forward_that_does_not_finish_leaves_nothing(error: BaseException, whe
     assert_same(routing_state(model), routing_state(twin))
 
 
+def test_a_model_is_copied_after_an_interrupted_forward_with_router_losses() -> None:
+    model = built("moelora", aux_loss_weight=0.5, dropout=0.0).train()
+    handle = fail_in_block(model, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch_of(0))
+    handle.remove()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        one(**batch_of(1)).loss.backward()
+    assert_same(gradients(twin), gradients(model))
+
+
 def test_task_ids_of_an_interrupted_forward_are_forgotten() -> None:
     model = adapted(tiny_llama(2), granularity="task").eval()
     handle = fail_in_block(model, KeyboardInterrupt())

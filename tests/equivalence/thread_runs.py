@@ -25,8 +25,8 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def built(method: str) -> Any:
-    model = wrap(tiny_llama(2), mj.methods.build(method, r=2, task_type="CAUSAL_LM"))
+def built(method: str, **changes: Any) -> Any:
+    model = wrap(tiny_llama(2), mj.methods.build(method, r=2, task_type="CAUSAL_LM", **changes))
     disturb(model)
     return model
 

@@ -47,8 +47,7 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     loss = model(**batch).loss
     loss.backward()
     losses = model.base_model.routing.losses
-    assert not losses.probabilities
-    assert not losses.contrastive
+    assert not any(said.probability is not None or said.contrastive is not None for said in losses.statements.values())
     loads = {f"load {key}": load for (_, key), load in losses.loads.items()}
     return {"loss": loss.detach(), **loads, **{f"last {k}": v for k, v in losses.last.items()}, **gradients(model)}
 

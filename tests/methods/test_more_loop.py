@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 
 import monkeyjump as mj
-from monkeyjump.routing.ranks import RankSelector, rank_weights
+from monkeyjump.routing.more_ranks import RankSelector, rank_weights
 from tests.helpers import assert_same, gradients, layers_of, token_ids
 from tests.methods.structures import adapted_more, batch_of, selectors
 

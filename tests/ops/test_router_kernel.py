@@ -9,7 +9,7 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.ops.dispatch import implementation
-from monkeyjump.routing import router
+from monkeyjump.routing import centroid as router
 from monkeyjump.routing.granularity import Selection
 from tests.ops.common import DEVICE, error, normal
 

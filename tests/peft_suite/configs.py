@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, VeraConfig
 
 import monkeyjump as mj
 from monkeyjump.registry import ADAPTERS
@@ -15,6 +15,7 @@ RENAMED = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
 STARTS = ("init_weights", "init_lora_weights")  # False: the adapter must not start as the identity
 OURS = {field.name for field in dataclasses.fields(mj.MonkeyJumpConfig)}
 LORA_DEFAULTS = LoraConfig().to_dict()
+LORA_SETTINGS: dict[str, Any] = {"target_modules": None, "r": 8, "alpha": 8.0, "dropout": 0.0}
 # What a method needs to fit models of two blocks, and to use what it is about where a test names no targets.
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixlora": {"layout": "ffn", "target_modules": "all-linear", "experts": 4},
@@ -34,7 +35,7 @@ def method_names() -> list[str]:
 
 def our_config(method: str, given: dict[str, Any]) -> mj.MonkeyJumpConfig:
     """The configuration of a method for what a test gives to `LoraConfig`; what only that has skips the test."""
-    settings: dict[str, Any] = {"target_modules": None, "dropout": 0.0, **SETTINGS.get(method, {})}
+    settings: dict[str, Any] = {**LORA_SETTINGS, **SETTINGS.get(method, {})}
     random_start = False
     for name, value in given.items():
         if _is_foreign(name, value):
@@ -43,6 +44,8 @@ def our_config(method: str, given: dict[str, Any]) -> mj.MonkeyJumpConfig:
             random_start = not value
         elif name in RENAMED or (name in OURS and value is not None):
             settings[RENAMED.get(name, name)] = value
+    if isinstance(settings["target_modules"], str):
+        settings.setdefault("shared_modules", None)  # a preset cannot know what a pattern leaves of its own
     if method in mj.methods.names():
         config = mj.methods.build(method, preset="mj_paper", **{"task_type": None, **settings})
     else:
@@ -81,7 +84,7 @@ def config_class(method: str) -> type[mj.MonkeyJumpConfig]:
 
 def translated(value: Any, ours: type[mj.MonkeyJumpConfig]) -> Any:
     """A parameter of a test with PEFT's LoRA in it replaced by ours."""
-    if value is LoraConfig:
+    if value in (LoraConfig, VeraConfig):
         return ours
     if isinstance(value, LoraConfig):
         changed = {name: given for name, given in value.to_dict().items() if given != LORA_DEFAULTS[name]}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from peft import LoraConfig
+from peft import LoraConfig, VeraConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -25,11 +25,13 @@ from tests.peft_suite import configs
 from tests.peft_suite.differences import Difference, load
 
 PACKAGE = "peft_tests"
+SWAPPED = (LoraConfig, VeraConfig)  # the method of PEFT whose rows become ours; the second where tests have no LoRA
 METHOD = "monkeyjump_method"  # name of the fixture that stands in for `LoraConfig` in a test's module
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--methods", default="", help="methods to run, separated by commas; all where empty")
+    parser.addoption("--all-files", action="store_true", help="every file runs, so every difference should be seen")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     _stand_in_for_what_is_not_here()
     _extend_injection()
     config.pluginmanager.register(Swap(asked or configs.method_names()), "peft-suite-swap")
-    config.pluginmanager.register(Judge(load(Path(__file__).with_name("differences.toml"))), "peft-suite-judge")
+    whole = not asked and config.getoption("--all-files")
+    judge = Judge(load(Path(__file__).with_name("differences.toml")), whole)
+    config.pluginmanager.register(judge, "peft-suite-judge")
 
 
 def _stand_in_for_what_is_not_here() -> None:
@@ -106,16 +110,17 @@ class Swap:
             if isinstance(rows, list) and self._swap_rows(rows):
                 ours = True
                 if isinstance(mark.kwargs.get("ids"), list):
-                    del mark.kwargs["ids"]  # type: ignore[attr-defined] # they are as many as there were rows
+                    mark.kwargs.pop("ids")  # type: ignore[attr-defined]
         if not ours and _uses_lora(metafunc):
             ids = [kind.__name__ for kind in self.classes]
             metafunc.parametrize(METHOD, self.classes, ids=ids, indirect=True)
 
     def _swap_rows(self, rows: list[Any]) -> bool:
         """Replace the rows with PEFT's methods by one of each of ours, in place; whether there are any."""
-        if id(rows) not in self.swapped and any(map(_has_lora, rows)):
-            kept = [row for row in rows if not any(map(configs.is_peft_method, _values(row))) or _has_lora(row)]
-            rows[:] = [new for row in kept for new in (self._copies(row) if _has_lora(row) else [row])]
+        kind = next((kind for kind in SWAPPED if any(_holds(row, kind) for row in rows)), None)
+        if id(rows) not in self.swapped and kind is not None:
+            kept = [row for row in rows if not any(map(configs.is_peft_method, _values(row))) or _holds(row, kind)]
+            rows[:] = [new for row in kept for new in (self._copies(row) if _holds(row, kind) else [row])]
             self.swapped.add(id(rows))
         return id(rows) in self.swapped
 
@@ -139,8 +144,8 @@ def _values(row: Any) -> list[Any]:
     return list(row) if isinstance(row, (tuple, list)) else [row]
 
 
-def _has_lora(row: Any) -> bool:
-    return any(value is LoraConfig or type(value) is LoraConfig for value in _values(row))
+def _holds(row: Any, kind: type) -> bool:
+    return any(value is kind or type(value) is kind for value in _values(row))
 
 
 def _uses_lora(metafunc: pytest.Metafunc) -> bool:
@@ -174,8 +179,9 @@ def method_of_item(item: pytest.Item) -> str | None:
 class Judge:
     """Compares failures with the list of differences, and says which of these no longer fail."""
 
-    def __init__(self, differences: list[Difference]) -> None:
+    def __init__(self, differences: list[Difference], whole: bool) -> None:
         self.differences = differences
+        self.whole = whole
         self.counts: dict[tuple[str, str], Counter[str]] = {}
         self.unexplained: dict[str, list[str]] = {}  # error -> tests
         self.hits: Counter[Difference] = Counter()
@@ -212,11 +218,14 @@ class Judge:
             terminalreporter.line(f"{len(tests)} unexplained: {error}", red=True)
             for test in tests[:3]:
                 terminalreporter.line(f"    {test}")
-        idle = [entry for entry in self.differences if self.tried[entry] and not self.hits[entry]]
-        for entry in idle:
-            terminalreporter.line(
-                f"listed, but nothing failed so in this run: {entry.tests} {entry.error}", yellow=True
-            )
+        for entry, count in self.hits.most_common():
+            terminalreporter.line(f"{count:6} different: {entry.reason}")
+        for entry in self.differences:
+            expected = self.tried[entry] > 0 and (self.whole or entry.tests != "*")
+            if expected and not self.hits[entry]:
+                terminalreporter.line(
+                    f"listed, but nothing fails so any more: {entry.tests} {entry.error}", yellow=True
+                )
 
 
 def _statement(failure: pytest.ExceptionInfo) -> str:

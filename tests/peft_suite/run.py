@@ -79,7 +79,8 @@ def main() -> int:
     build_models(hub)
     ini = Path(__file__).with_name("pytest.ini")
     arguments = ["-c", str(ini), "--rootdir", str(FOLDER), "-p", "tests.peft_suite.plugin", "-p", "no:cacheprovider"]
-    return int(pytest.main([*arguments, f"--methods={options.methods}", *options.pytest, *files]))
+    arguments += [f"--methods={options.methods}", *([] if options.files else ["--all-files"])]
+    return int(pytest.main([*arguments, *options.pytest, *files]))
 
 
 if __name__ == "__main__":

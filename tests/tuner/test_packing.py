@@ -155,3 +155,14 @@ def test_training_equals_torch() -> None:
     assert results[0].keys() == results[1].keys()
     for name, gradient in results[0].items():
         torch.testing.assert_close(gradient, results[1][name], **CLOSE)
+
+
+def test_without_kernels_weights_stay_where_they_are() -> None:
+    """Generation prepares for a compiler; where torch computes there is nothing to prepare."""
+    model = always_on().eval()
+    places = storages(model, "q_proj", "k_proj", "v_proj")
+    with implementation("torch"):
+        ids = batch()["input_ids"]
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    assert storages(model, "q_proj", "k_proj", "v_proj") == places
+    assert len(places) == 3

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monkeyjump.routing.granularity import CallInputs, Selection, packed_mask, segments_of, select
-from monkeyjump.tuner.inputs import expanded_rows, real_tokens
+from monkeyjump.tuner.block_inputs import expanded_rows, real_tokens
 
 if TYPE_CHECKING:
     from monkeyjump.config import MonkeyJumpConfig

@@ -14,8 +14,8 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import MonkeyJumpWarning
-from monkeyjump.tuner.ffn_placement import feed_forward_of, in_attention
 from monkeyjump.tuner.module_paths import block_index, block_of, matches, reads_encoder, targets_of
+from monkeyjump.tuner.routers.mixlora_placement import feed_forward_of, in_attention
 
 LLAMA_LIKE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 PAPER_SHARED = ["o_proj", "gate_proj"]

@@ -88,7 +88,7 @@ def _adapter_to_route(model: nn.Module, adapter_name: str | None) -> str:
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
         kind = type(model.base_model).__name__ if isinstance(model, PeftModel) else type(model).__name__
         raise ConfigError(
-            f"route takes a PeftModel with LoRA layers, not a {kind}: make one with "
+            f"from_lora takes a PeftModel with LoRA layers, not a {kind}: make one with "
             "peft.get_peft_model(model, LoraConfig(...)) or PeftModel.from_pretrained, or put a MonkeyJumpConfig on "
             "the plain model."
         )

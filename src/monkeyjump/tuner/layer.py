@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import Gate
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
+from monkeyjump.tuner.projection_modules import new_adapter, new_extra, new_router
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext

@@ -23,7 +23,7 @@ from monkeyjump.adapters.prompt import AttentionPrompt
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedRouter
-from monkeyjump.routing.ranks import RankSelector
+from monkeyjump.routing.more_ranks import RankSelector
 from monkeyjump.tuner.centers.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.default_targets import DEFAULT_TARGETS, leaves_targets_open, settle, shares_as_the_paper

@@ -14,8 +14,6 @@ from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tuner.extra_placement import Extra, plan_extras, plan_norm
-from monkeyjump.tuner.ffn_placement import feed_forward_problem, in_attention, seen_from_feed_forward
 from monkeyjump.tuner.module_paths import (
     block_index,
     block_of,
@@ -29,6 +27,8 @@ from monkeyjump.tuner.module_paths import (
     short_names,
     targets_of,
 )
+from monkeyjump.tuner.routers.mixlora_placement import feed_forward_problem, in_attention, seen_from_feed_forward
+from monkeyjump.tuner.routers.moa_placement import Extra, plan_extras, plan_norm
 
 
 @dataclass(frozen=True)

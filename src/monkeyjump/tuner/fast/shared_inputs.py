@@ -117,9 +117,10 @@ class SharedInput:
 
     def prepare(self) -> None:
         """Find out whether a compiler may trace this group: called before it does."""
-        dtypes = {getattr(getattr(member.base_layer, "weight", None), "dtype", None) for member in self.members}
-        dtype = dtypes.pop()
-        alike = dtype is not None and not dtypes and not self.apart and self._computable(self.members, dtype)
+        weights: list[Any] = [getattr(member.base_layer, "weight", None) for member in self.members]
+        usable = all(isinstance(weight, torch.Tensor) and dispatch.uses_kernels(weight) for weight in weights)
+        alike = usable and len({weight.dtype for weight in weights}) == 1 and not self.apart
+        alike = alike and self._computable(self.members, weights[0].dtype)
         self.traceable = alike and (len(self.members) == 1 or self._together() is not None)
 
     def _computable(self, members: Iterable[MonkeyJumpLayer], dtype: torch.dtype) -> bool:

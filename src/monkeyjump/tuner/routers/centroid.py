@@ -9,9 +9,9 @@ import torch
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.router import Decision, Staged, decide, shuffled_gates, task_gates, uniform_gates
+from monkeyjump.routing.centroid import Decision, Staged, decide, shuffled_gates, task_gates, uniform_gates
+from monkeyjump.tuner.block_inputs import expanded_rows
 from monkeyjump.tuner.call import BlocksCall
-from monkeyjump.tuner.inputs import expanded_rows
 from monkeyjump.tuner.routers.base import BlockRouter
 
 

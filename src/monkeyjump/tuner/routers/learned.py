@@ -17,9 +17,9 @@ from torch import nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops.lowrank import GateColumns
+from monkeyjump.routing.centroid import uniform_gates
 from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
 from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
-from monkeyjump.routing.router import uniform_gates
 from monkeyjump.tuner.call import BlocksCall
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block

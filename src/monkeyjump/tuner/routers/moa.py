@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.tuner.block_inputs import hidden_states
 from monkeyjump.tuner.call import running
-from monkeyjump.tuner.extra_placement import Extra
-from monkeyjump.tuner.inputs import hidden_states
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
+from monkeyjump.tuner.routers.moa_placement import Extra
 
 
 class MoaRouter(LearnedRouterOfBlock):

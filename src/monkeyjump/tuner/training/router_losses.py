@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -35,6 +36,10 @@ class Statement:
     def stage_contrastive(self, loss: torch.Tensor) -> None:
         self.contrastive = loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model has nothing of a forward that was interrupted."""
+        return {**vars(self), "load": None, "probability": None, "contrastive": None}
+
 
 @dataclass
 class RouterLosses:
@@ -58,22 +63,6 @@ class RouterLosses:
     @property
     def loads(self) -> dict[Key, torch.Tensor]:
         return {key: statement.load for key, statement in self.statements.items() if statement.load is not None}
-
-    @property
-    def probabilities(self) -> dict[Key, torch.Tensor]:
-        return {
-            key: statement.probability
-            for key, statement in self.statements.items()
-            if statement.probability is not None
-        }
-
-    @property
-    def contrastive(self) -> dict[Key, torch.Tensor]:
-        return {
-            key: statement.contrastive
-            for key, statement in self.statements.items()
-            if statement.contrastive is not None
-        }
 
     def clear(self) -> None:
         for statement in self.statements.values():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from monkeyjump.tuner.ffn_placement import feed_forward_of, in_attention
+from monkeyjump.tuner.routers.mixlora_placement import feed_forward_of, in_attention
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # What the norm on a block's input is called: Llama and most others, GPT-2, ViT, CLIP, OPT and Whisper, ModernBERT, T5.

@@ -11,9 +11,9 @@ from monkeyjump.adapters.parallel import ParallelBottleneck
 from monkeyjump.adapters.prompt import AttentionPrompt
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.routing.learned import LearnedRouter
-from monkeyjump.routing.ranks import RankSelector
-from monkeyjump.tuner.extra_placement import Extra
+from monkeyjump.routing.more_ranks import RankSelector
 from monkeyjump.tuner.placement import Role
+from monkeyjump.tuner.routers.moa_placement import Extra
 
 
 def new_adapter(config: MonkeyJumpConfig, role: Role | None, linear: BaseLinear) -> Adapter:
