@@ -57,6 +57,9 @@ def test_top_k_above_the_experts_of_some_block() -> None:
 def test_more_parts_than_blocks() -> None:
     with pytest.raises(mj.ConfigError, match="at most one number per block"):
         wrap(tiny_llama(2), mj.methods.build("mola"))
+    excluded = mj.methods.build("mola", target_modules=["q_proj"], exclude_modules=["q_proj"])
+    with pytest.raises(ValueError, match="No modules were targeted"):  # that is the fault, not the number of blocks
+        wrap(tiny_llama(2), excluded)
 
 
 @pytest.mark.parametrize("method", mj.methods.names())

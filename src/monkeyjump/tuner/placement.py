@@ -174,7 +174,7 @@ def _plan_blocks(
                 )
     problems += _count_problems(routed_by_block, config)
     problems += mixture_problems(config)
-    if isinstance(config.experts, list) and len(config.experts) > max(1, len(routed_by_block)):
+    if routed_by_block and isinstance(config.experts, list) and len(config.experts) > len(routed_by_block):
         problems.append(
             f"experts={config.experts} names {len(config.experts)} parts of the depth, but only "
             f"{len(routed_by_block)} blocks route: give at most one number per block."
