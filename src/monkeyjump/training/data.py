@@ -44,7 +44,7 @@ class TrainingData:
 def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> TrainingData:
     """The data of a recipe. Compiled training gets batches of few fixed shapes."""
     data = recipe.data
-    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
+    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)
     if data.streaming:
         items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)
         # lengths are not known before they come: full, half and quarter length
