@@ -19,7 +19,7 @@ def test_the_defaults_are_the_papers() -> None:
     paper = {
         "adapter": "lora", "r": 2, "alpha": 5.0, "dropout": 0.05, "top_k": 2, "temperature": 1.0,
         "similarity": "cosine", "renormalize": False, "jitter": 0.0, "granularity": "token",
-        "sequence_token": "prompt", "route_space": "raw", "center_init": "kmeans", "init_tokens": 50_000,
+        "sequence_token": "prompt", "route_space": "raw", "center_init": "kmeans", "init_tokens": None,
         "ema_momentum": 0.5, "ema_interval": 2, "ema_stop": 5_000, "ema_assign": "topk", "ema_space": "normalized",
     }  # fmt: skip
     assert {name: getattr(config, name) for name in paper} == paper

@@ -98,7 +98,10 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
 
     # Where the centres start, and how they follow the tokens
     center_init: str = choice("How centres start", "kmeans", "random", "random_normalized", "random_tokens")
-    init_tokens: int = integer("Tokens sampled to initialise the centres.", 50_000, 1, "the paper uses 50000")
+    init_tokens: int | None = integer(
+        "Tokens the centres start from. None: the paper's 50,000, or on a CPU as many as it reads in about a minute.",
+        None, 1, "the paper uses 50000", none=True,
+    )  # fmt: skip
     ema_momentum: float = fraction(
         "Weight of the old centre in one update.", 0.5, "the paper uses 0.5; to freeze the centres set ema_stop=0"
     )
