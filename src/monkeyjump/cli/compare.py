@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lrs", metavar="X,Y,...", help="learning rates to search on validation (default: the recipe's)"
     )
     parser.add_argument("--tasks", metavar="A,B,...", help="tasks instead of the recipe's")
-    parser.add_argument("--data", metavar="DIR", help="folder of JSON lines instead of the hub")
+    parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub")
     parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/compare-<recipe>)")
     parser.add_argument("--no-controls", action="store_true", help="leave out the controls a routed method needs")
 
