@@ -13,7 +13,7 @@ from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import compare as module
 from monkeyjump.experiments.compare import Cell, compare, with_controls
-from monkeyjump.experiments.tables import comparison_rows, save_comparison
+from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
 from monkeyjump.training.recipe import Recipe, load_recipe
 from tests.tiny_folder import save_tiny_model, write_recipe
 
