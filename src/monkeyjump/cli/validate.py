@@ -34,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
         answer, share = by_split["test"].most_frequent
         sizes = [by_split[split].size for split in ("train", "validation", "test")]
         rows.append([task.name, *sizes, f"{100 * share:.1f}", answer])
-    header = ["task", "train", "validation", "test", "major", "most frequent answer"]
-    Table("Rows, and the share (%) of the most frequent right answer of test", header, rows, left=1).show()
+    header = ["task", "train", "validation", "test", "major", "most frequent"]
+    Table("Rows; major: share (%) of one answer in test", header, rows, left=1).show()
     for note in notes(looks):
         print(textwrap.fill(note, 80))
     known = f"recipe {options.recipe!r} is valid: {recipe.method} ({config.adapter}, rank {config.r}) on {recipe.model}"

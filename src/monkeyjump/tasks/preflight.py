@@ -27,6 +27,7 @@ class SplitLook:
     rows: int = 0
     complete: bool = True  # False: there are more rows than were looked at
     answers: Counter[str] = field(default_factory=Counter)
+    letters: Counter[str] = field(default_factory=Counter)
     examples: list[Example] = field(default_factory=list)  # the first ones
 
     @property
@@ -35,9 +36,16 @@ class SplitLook:
 
     @property
     def most_frequent(self) -> tuple[str, float]:
-        """The most frequent answer and its share."""
-        (answer, count), *_ = self.answers.most_common(1)
-        return answer, count / self.answers.total()
+        """The most frequent answer and its share: a text where all rows have the same options, else a letter."""
+        found = self.answers if self.fixed_options or not self.letters else self.letters
+        (answer, count), *_ = found.most_common(1)
+        return answer, count / found.total()
+
+    @property
+    def fixed_options(self) -> tuple[str, ...]:
+        """The options, where they are the same in every row."""
+        options = self.examples[0].options if self.examples else ()
+        return options if all(example.options == options for example in self.examples) else ()
 
 
 def look_at(
@@ -74,6 +82,7 @@ def _look(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -
                 problems += error.problems if bad <= _SHOWN_PROBLEMS else []
                 continue
             look.answers[example.answer] += 1
+            look.letters.update([example.letter] if example.options else [])
             if len(look.examples) < 100:
                 look.examples.append(example)
         look.complete = next(rows, None) is None
@@ -99,12 +108,8 @@ def notes(looks: Sequence[SplitLook]) -> list[str]:
         answer, share = look.most_frequent
         if share == 1 and look.rows > 1:
             found.append(f"{look.task}: every answer of its {look.split} split is {answer!r}.")
-    trained = {look.task: look.answers for look in looks if look.split == "train"}
-    for look in looks:
-        options = look.examples[0].options if look.examples else ()
-        fixed = options and all(example.options == options for example in look.examples)
-        never = [option for option in options if option not in trained.get(look.task, look.answers)]
-        if fixed and look.split == "train" and never and look.complete:
+        never = [option for option in look.fixed_options if option not in look.answers]
+        if never and look.split == "train" and look.complete:
             found.append(f"{look.task}: no training row has the answer {', '.join(map(repr, never))}.")
     return found
 
