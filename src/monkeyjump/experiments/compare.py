@@ -30,6 +30,7 @@ from monkeyjump.tasks.preflight import look_at
 from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.run import run, score_on_test
+from monkeyjump.training.shared import Shared
 
 CELL = "record.json"
 
@@ -53,6 +54,7 @@ class Comparison:
     searched: list[Cell] = field(default_factory=list)
     final: list[Cell] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of the runs that this process made
+    shared: Shared = field(default_factory=Shared)
 
     def progress(self) -> str:
         """Which run of how many comes next, and how long the rest may take."""
@@ -151,7 +153,7 @@ def _cell(comparison: Comparison, output: Path, method: str, lr: float, seed: in
         print(f"\n{comparison.progress()}: {method}, learning rate {lr:g}, seed {seed}{only}", flush=True)
         started = time.perf_counter()
         with recording(path, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed) as done:
-            done.metrics = _run_cell(recipe, test)
+            done.metrics = _run_cell(recipe, test, comparison.shared)
         comparison.seconds.append(time.perf_counter() - started)
     return Cell(method, lr, seed, done.metrics)
 
@@ -222,8 +224,8 @@ def _same(record: RunRecord, recipe: Recipe) -> bool:
         return False
 
 
-def _run_cell(recipe: Recipe, test: bool) -> dict[str, Any]:
-    result = run(recipe, overwrite=True, test=test)
+def _run_cell(recipe: Recipe, test: bool, shared: Shared) -> dict[str, Any]:
+    result = run(recipe, overwrite=True, test=test, shared=shared)
     if result.interrupted:
         raise KeyboardInterrupt
     metrics: dict[str, Any] = {
@@ -236,6 +238,7 @@ def _run_cell(recipe: Recipe, test: bool) -> dict[str, Any]:
     metrics["mean_gate"] = None if usage is None else usage.mean_gate
     if result.report is not None:
         metrics |= _test_metrics(result.report)
+    shared.give_back(result.model, result.tokenizer)
     del result
     gc.collect()
     if torch.cuda.is_available():

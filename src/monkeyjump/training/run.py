@@ -17,7 +17,6 @@ from transformers import set_seed
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.evaluation.run import EvaluationReport, evaluate
-from monkeyjump.models import load_model
 from monkeyjump.tasks import Task, expand
 from monkeyjump.tasks.preflight import SplitLook, look_at, origins
 from monkeyjump.tasks.task import SPLITS
@@ -29,6 +28,7 @@ from monkeyjump.training.folder import checkpoint_to_resume, clear, locked
 from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, is_main_rank, say
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.saving import save_adapter, write_card
+from monkeyjump.training.shared import Shared
 from monkeyjump.training.trainer import (
     SaveEvery,
     TaskTrainer,
@@ -58,10 +58,13 @@ class RunResult:
     interrupted: bool = False
 
 
-def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True) -> RunResult:
+def run(
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True, shared: Shared | None = None
+) -> RunResult:
     """Train as the recipe says. `resume` goes on from the last checkpoint, exactly as if nothing had happened.
 
-    `overwrite` replaces an earlier run in the same folder; without it, nothing that is there is touched.
+    `overwrite` replaces an earlier run in the same folder; without it, nothing that is there is touched. `shared` holds
+    what an earlier run of this process has loaded.
     """
     ranks = PartialState(cpu=not torch.cuda.is_available())
     # every problem of the recipe and of the data before anything of an earlier run is touched
@@ -69,11 +72,11 @@ def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: 
     check_loggers(recipe.train.report_to)
     if not ranks.is_main_process:
         checkpoint = last_checkpoint(recipe.folder / "checkpoints") if resume else None
-        return _run(recipe, tasks, config, ranks, checkpoint, looks=[], test=test)
+        return _run(recipe, tasks, config, ranks, checkpoint, looks=[], test=test, shared=shared or Shared())
     with locked(recipe.folder):
         checkpoint = checkpoint_to_resume(recipe.folder, resume, overwrite)
         looks = look_at(tasks, recipe.data.folder, splits=SPLITS if test else SPLITS[:2], seed=recipe.seed)
-        return _run(recipe, tasks, config, ranks, checkpoint, looks=looks, test=test)
+        return _run(recipe, tasks, config, ranks, checkpoint, looks=looks, test=test, shared=shared or Shared())
 
 
 def _run(
@@ -85,10 +88,12 @@ def _run(
     *,
     looks: list[SplitLook],
     test: bool,
+    shared: Shared,
 ) -> RunResult:
-    set_seed(recipe.seed)
-    model, tokenizer = _model(recipe, config)
-    batches = training_data(recipe, tasks, tokenizer)
+    base, tokenizer = shared.take(recipe)
+    set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
+    model = get_peft_model(base, config)
+    batches = training_data(recipe, tasks, tokenizer, shared.memo(recipe))
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
@@ -170,16 +175,6 @@ def score_on_test(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: R
         progress=is_main_rank(),
         **_scoring(recipe),
     )
-
-
-def _model(recipe: Recipe, config: MonkeyJumpConfig) -> tuple[nn.Module, Any]:
-    gpu = torch.cuda.is_available()
-    bf16 = recipe.train.bf16 if recipe.train.bf16 is not None else gpu and torch.cuda.is_bf16_supported()
-    model, tokenizer = load_model(
-        recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device=PartialState().device if gpu else None
-    )
-    model.config.use_cache = False
-    return get_peft_model(model, config), tokenizer
 
 
 def _scoring(recipe: Recipe) -> dict[str, Any]:
