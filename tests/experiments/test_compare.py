@@ -227,9 +227,12 @@ def test_a_cell_of_a_grid_is_its_separate_run(tmp_path: Path, monkeypatch: pytes
     recipe = load_recipe(str(path), settings)
     loads: list[str] = []
     load = shared_module.load_model
-    monkeypatch.setattr(
-        shared_module, "load_model", lambda name, **kwargs: [loads.append(name), load(name, **kwargs)][1]
-    )
+
+    def counted(name: str, **options: Any) -> Any:
+        loads.append(name)
+        return load(name, **options)
+
+    monkeypatch.setattr(shared_module, "load_model", counted)
     methods = ["lora", "mjlora", "mjadalora", "hydralora"]
     found = compare(recipe, methods, [0, 1], [1e-2], tmp_path / "grid", controls=False)
     assert len(loads) == 1

@@ -237,7 +237,7 @@ def test_what_cannot_work_is_said_before_anything_is_touched(
 ) -> None:
     (tmp_path / "taken").touch()
     (tmp_path / "adapter").mkdir()
-    monkeypatch.setattr("monkeyjump.training.run.load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    monkeypatch.setattr("monkeyjump.training.shared.load_model", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=message):
         run(recipe(recipe_file, tmp_path, *(override.format(tmp_path) for override in overrides)))
     assert (tmp_path / "adapter").is_dir()
