@@ -213,7 +213,7 @@ def reads_option(config: MonkeyJumpConfig, name: str) -> bool:
 
 def read_options(config: MonkeyJumpConfig) -> list[str]:
     """Set the attribute of every kind from `method_options`; returns what is wrong with them."""
-    options = config.method_options or {}
+    options = {} if config.method_options is None else config.method_options
     if not isinstance(options, dict):
         found = [f"method_options={options!r} must be a dict of the method's own settings, e.g. {{'name': 1}}."]
         options = {}

@@ -27,8 +27,7 @@ def setting(
 ) -> Any:
     """A setting of any kind; a value that it does not allow is told the rule and the fix.
 
-    `schema` says what is allowed in the keywords of JSON schema, which the reference page and editors read; a setting
-    without it is described by its type.
+    `schema` says what is allowed in the keywords of JSON schema, which the reference page and editors read.
     """
     if "type" in schema and (none or default is None):
         schema["type"] = [schema["type"], "null"]
@@ -73,6 +72,31 @@ def fraction(text: str, default: float, fix: str) -> Any:
 
 def _number(text: str, default: float | None, fits: Test, rule: str, fix: str, **limits: Any) -> Any:
     return setting(text, default, lambda value: is_number(value) and fits(value), rule, fix, type="number", **limits)
+
+
+def names(text: str, rule: str, fix: str, lone: bool = False) -> Any:
+    """A list of texts, or one text by itself where it may be `lone`."""
+    return _several(text, None, lambda value: isinstance(value, str), rule, fix, lone, {"type": "string"})
+
+
+def numbers(
+    text: str, default: int | None, least: int, rule: str, fix: str, lone: bool = False, empty: bool = True
+) -> Any:
+    """A list of integers, or one by itself where it may be `lone`."""
+    kind = {"type": "integer", "minimum": least}
+    return _several(text, default, lambda value: is_int(value) and value >= least, rule, fix, lone, kind, empty)
+
+
+def _several(
+    text: str, default: Any, fits: Test, rule: str, fix: str, lone: bool, kind: Any, empty: bool = True
+) -> Any:
+    def allows(value: Any) -> bool:
+        is_list = isinstance(value, (list, tuple))
+        return all(map(fits, value)) and (empty or len(value) > 0) if is_list else lone and fits(value)
+
+    entries = {"type": "array", "items": kind} | ({} if empty else {"minItems": 1})
+    null = [{"type": "null"}] if default is None else []
+    return setting(text, default, allows, rule, fix, anyOf=[entries, *[kind] * lone, *null])
 
 
 def flag(text: str) -> Any:

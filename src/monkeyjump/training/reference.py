@@ -160,8 +160,11 @@ def _rule(part: Schema) -> str:
     for inner in (part.get("items"), part.get("additionalProperties")):
         if isinstance(inner, dict) and _rule(inner):
             found.append(f"each {_rule(inner)}")
-    alternatives = dict.fromkeys(_rule(each) for each in part.get("anyOf", []))
-    return ", ".join([*found, *filter(None, [" or ".join(filter(None, alternatives))])])
+    alternatives: list[str] = []
+    for rule in map(_rule, part.get("anyOf", [])):
+        if not any(rule in other for other in ["", *alternatives]):  # a list of numbers and a number have one rule
+            alternatives.append(rule)
+    return ", ".join([*found, *filter(None, [" or ".join(alternatives)])])
 
 
 if __name__ == "__main__":

@@ -85,8 +85,7 @@ def _adapter_keys() -> dict[str, Schema]:
     from monkeyjump.config_options import OPTION_NAMES
     from monkeyjump.registry import ADAPTERS
 
-    types = get_type_hints(MonkeyJumpConfig)
-    keys = {field.name: _field_schema(field, types[field.name]) for field in fields(MonkeyJumpConfig)}
+    keys = {field.name: _field_schema(field) for field in fields(MonkeyJumpConfig)}
     keys["adapter"]["enum"] = ADAPTERS.names()
     places: dict[str, Schema] = {}
     for section, owners in option_owners().items():
@@ -101,14 +100,12 @@ def _adapter_keys() -> dict[str, Schema]:
     return {**keys, **{name: places[name] for name in OPTION_NAMES}, **method_keys()}
 
 
-def _field_schema(field: Field[Any], hint: Any = None) -> Schema:
-    """A field in the keywords that it carries, or else as its type says. What PEFT's own fields hold is not checked."""
-    about = field.metadata
-    if "schema" not in about:
+def _field_schema(field: Field[Any]) -> Schema:
+    """A field in the keywords that it carries; what PEFT's own fields hold is not checked."""
+    if "schema" not in field.metadata:
         return {"description": "A field of PEFT's own."}
     default = list(field.default) if isinstance(field.default, tuple) else field.default
-    kind = about["schema"] or TypeAdapter(hint).json_schema()
-    return {**kind, "default": default, "description": about["help"]}
+    return {**field.metadata["schema"], "default": default, "description": field.metadata["help"]}
 
 
 def option_owners() -> dict[str, dict[str, dict[str, Schema]]]:
