@@ -13,7 +13,7 @@ from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import compare as module
 from monkeyjump.experiments.compare import Cell, compare, with_controls
-from monkeyjump.experiments.tables import comparison_rows, save_comparison
+from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
 from monkeyjump.training.recipe import Recipe, load_recipe
 from tests.tiny_folder import save_tiny_model, write_recipe
 
@@ -105,8 +105,31 @@ def test_a_stopped_comparison_goes_on_where_it_stopped(fakes: FakeRuns, tmp_path
     again = compare(load_recipe("quickstart"), ["lora"], [0, 1], [2e-3], tmp_path)
     assert [ask[2] for ask in fakes.asked] == [0, 1]
     assert again.final[0].metrics == first.final[0].metrics
-    compare(load_recipe("quickstart", ["train.max_steps=7"]), ["lora"], [0], [2e-3], tmp_path)
+    other = compare(load_recipe("quickstart", ["train.max_steps=7"]), ["lora"], [0], [2e-3], tmp_path)
     assert len(fakes.asked) == 3  # another recipe is another run
+    cells = sorted(path.parent.name for path in tmp_path.glob("cells/**/record.json"))
+    assert cells == ["seed-0", "seed-0-2", "seed-1"]  # beside the first
+    compare(load_recipe("quickstart"), ["lora"], [0, 1], [2e-3], tmp_path)
+    compare(load_recipe("quickstart", ["train.max_steps=7"]), ["lora"], [0], [2e-3], tmp_path)
+    assert len(fakes.asked) == 3  # both are there
+    for found in (again, other, again):
+        save_comparison(found, tmp_path)
+    tables = {path.name: json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))}
+    assert {name: table["metrics"]["seeds"] for name, table in tables.items()} == {
+        "compare.json": [0, 1],
+        "compare-2.json": [0],
+    }
+
+
+def test_a_broken_test_split_stops_a_comparison_before_its_search(fakes: FakeRuns, tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\n" + "".join(f"row {n},{n % 2}\n" for n in range(100)))
+    (tmp_path / "test.csv").write_text("text,label\nfine,1\nbad,2\n")
+    (tmp_path / "own.yaml").write_text(
+        'name: own\nprompt: "{text}"\noptions: [a, b]\nanswer: label\ndata: {train: train.csv, test: test.csv}\n'
+    )
+    with pytest.raises(ConfigError, match=r"'own', row 2: answer '2' is neither one of the options"):
+        compare(load_recipe("quickstart", [f"tasks={tmp_path / 'own.yaml'}"]), ["lora"], [0], [1e-3, 2e-3], tmp_path)
+    assert fakes.asked == []
 
 
 def test_a_record_from_before_a_setting_existed_is_not_made_again(fakes: FakeRuns, tmp_path: Path) -> None:
@@ -179,8 +202,6 @@ def test_many_methods_stay_within_80_columns(fakes: FakeRuns, tmp_path: Path) ->
     import io
 
     from rich.console import Console
-
-    from monkeyjump.experiments.tables import comparison_tables
 
     methods = ["lora", "mjlora", "lora_fa", "adalora", "propulsion", "mjlorafa", "mjadalora", "mjpropulsion"]
     found = compare(load_recipe("quickstart"), methods, [0, 1], [2e-3], tmp_path, controls=False)

@@ -117,8 +117,11 @@ def test_every_problem_of_a_file_at_once(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read"):
         tasks.get(str(folder / "nowhere.yaml"))
     (folder / "gone.yaml").write_text(TICKETS.replace("train.jsonl", "gone.jsonl"))
-    with pytest.raises(ConfigError, match=r"no such data file: .*gone.jsonl"):
-        tasks.get(str(folder / "gone.yaml"))
+    gone = tasks.get(str(folder / "gone.yaml"))
+    with pytest.raises(
+        ConfigError, match=r"no such data file: .*gone.jsonl \(train\).*holds tickets/train.jsonl with --d"
+    ):
+        tasks.load_examples(gone, "train")
 
 
 def test_a_registered_name_must_be_free() -> None:

@@ -22,7 +22,8 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import load_adapter
 from monkeyjump.models.bundled import MANIFEST
 from monkeyjump.training.recipe import Recipe, load_recipe
-from monkeyjump.training.run import run, saved_recipe
+from monkeyjump.training.run import run
+from monkeyjump.training.saving import saved_recipe
 from monkeyjump.training.trainer import last_checkpoint
 from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe

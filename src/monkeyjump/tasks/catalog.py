@@ -86,11 +86,11 @@ def expand(wanted: str | Iterable[str]) -> list[Task]:
     return list(found.values())
 
 
-def describe(data_dir: str | Path | None = None) -> list[TaskState]:
-    """Every task with the state of its data, without touching the network."""
+def describe(data_dir: str | Path | None = None, tasks: Iterable[Task] | None = None) -> list[TaskState]:
+    """Tasks (all there are, unless told) with the state of their data, without touching the network."""
     return [
         TaskState(task.name, task.family, task.metric, task.description, describe_source(task), _state(task, data_dir))
-        for task in map(_TASKS.get, _TASKS)
+        for task in (map(_TASKS.get, _TASKS) if tasks is None else tasks)
     ]
 
 

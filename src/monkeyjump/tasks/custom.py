@@ -20,7 +20,6 @@ from monkeyjump.tasks.cells import (
     number,
     opened,
 )
-from monkeyjump.tasks.files import reader_of
 from monkeyjump.tasks.task import LETTERS, SPLITS, Example, FileSource, HubSource, Metric, Source, Task
 
 Options = Sequence[str] | Mapping[Any, str] | str | None
@@ -51,25 +50,19 @@ def simple_task(
         family=labels.get("family", "custom"),
         render=_renderer(prompt, context, options, answer),
         fields=tuple(dict.fromkeys(columns)),
-        source=_source(name, data),
+        source=_source(data),
         options=_fixed_options(options),
         metric=metric or ("accuracy" if options is not None else "exact_match"),
         description=labels.get("description", ""),
     )
 
 
-def _source(name: str, data: Mapping[str, Any]) -> Source:
+def _source(data: Mapping[str, Any]) -> Source:
     if data.get("hub"):
         splits: dict[str, str] = {split: data[split] for split in SPLITS if data.get(split)}
         splits = splits or {"train": "train", "test": "test"}
         return HubSource(data["hub"], data.get("config"), data.get("revision") or "main", splits)
-    files = {split: Path(path).expanduser() for split, path in data.items()}
-    absent = [str(path) for path in files.values() if not path.is_file()]
-    if absent:
-        raise ConfigError(f"task {name!r}: no such data file: {', '.join(absent)}. Paths count from the task's file.")
-    for path in files.values():
-        reader_of(path)
-    return FileSource(files)
+    return FileSource({split: Path(path).expanduser() for split, path in data.items()})
 
 
 def _columns(template: Any) -> list[str]:

@@ -19,22 +19,14 @@ _LARGEST_CELL = 2**31 - 1  # Python's own limit is 128 KiB, less than a long doc
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, one at a time. Its ending says what it is."""
-    reader = reader_of(path)
+    reader = _READERS.get(_ending(path))
+    if reader is None:
+        raise _bad(path, f"is in no format that can be read; these are {', '.join(ENDINGS)}", " Convert it.")
     try:
         yield from reader(path)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         hint = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "check the file"
         raise _bad(path, f"cannot be read ({error}): {hint}") from error
-
-
-def reader_of(path: Path) -> Callable[[Path], Iterator[Row]]:
-    """What reads a file; an ending that is none of ours is an error."""
-    found = _READERS.get(_ending(path))
-    if found is None:
-        raise _bad(
-            path, f"is in no format that can be read, which are {', '.join(ENDINGS)}", " Convert it, or rename it."
-        )
-    return found
 
 
 def _ending(path: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def stream_rows(
         raise ConfigError(
             f"validation_fraction={validation_fraction} must be at least 0 and below 1; 0.05 is the default."
         )
-    own_validation = _has_own_validation(task, data_dir)
+    own_validation = has_own_validation(task, data_dir)
     stored = split if split == "test" or own_validation else "train"
     rows = enumerate(_source_rows(task, stored, data_dir, seed, streaming), start=1)
     if split == "test" or own_validation:
@@ -105,32 +105,42 @@ def find_file(folder: Path, split: str) -> Path | None:
     return next((path for ending in ENDINGS if (path := folder / f"{split}{ending}").is_file()), None)
 
 
-def _has_own_validation(task: Task, data_dir: str | Path | None) -> bool:
-    if data_dir is not None and find_file(Path(data_dir) / task.name, "train"):
-        return find_file(Path(data_dir) / task.name, "validation") is not None
+def has_own_validation(task: Task, data_dir: str | Path | None) -> bool:
+    """Whether validation rows are given; they are a part of train otherwise."""
+    if data_dir is not None and find_file(Path(data_dir).expanduser() / task.name, "train"):
+        return find_file(Path(data_dir).expanduser() / task.name, "validation") is not None
     splits = task.source.files if isinstance(task.source, FileSource) else getattr(task.source, "splits", {})
     return "validation" in splits
 
 
+def file_of(task: Task, split: str, data_dir: str | Path | None) -> Path | None:
+    """The file that holds a split: one of the data folder, or one of the task's own; None for other sources."""
+    found = None if data_dir is None else find_file(Path(data_dir).expanduser() / task.name, split)
+    return found or (task.source.files.get(split) if isinstance(task.source, FileSource) else None)
+
+
 def _source_rows(task: Task, split: str, data_dir: str | Path | None, seed: int, streaming: bool) -> Iterable[Row]:
-    if data_dir is not None:
-        found = find_file(Path(data_dir).expanduser() / task.name, split)
-        if found is not None:
-            return read_rows(found)
-        if isinstance(task.source, HubSource):  # other tasks bring their own data
-            raise ConfigError(_not_in_folder(task, split, Path(data_dir).expanduser()), title="data not found")
+    path = file_of(task, split, data_dir)
+    if path is not None and path.is_file():
+        return read_rows(path)
+    if data_dir is not None and isinstance(task.source, HubSource):  # other tasks bring their own data
+        raise ConfigError(_not_in_folder(task, split, Path(data_dir).expanduser()), title="data not found")
     match task.source:
         case GeneratedSource(generate=generate):
             return generate(split, seed)
         case FileSource(files=files):
-            if split not in files:
-                raise ConfigError(
-                    f"task {task.name!r} names no {split} file, only {', '.join(files)}. Add `{split}:` to its data.",
-                    title="data not found",
-                )
-            return read_rows(files[split])
+            raise ConfigError(_no_file(task, split, files), title="data not found")
         case HubSource():
             return _hub_rows(task, task.source, split, streaming)
+
+
+def _no_file(task: Task, split: str, files: Mapping[str, Path]) -> str:
+    if split not in files:
+        return f"task {task.name!r} names no {split} file, only {', '.join(files)}. Add `{split}:` to its data."
+    return (
+        f"task {task.name!r}: no such data file: {files[split]} ({split}). Paths count from the task's file. Put it "
+        f"there, or give a folder that holds {task.name}/{split}{''.join(files[split].suffixes)} with --data DIR."
+    )
 
 
 def _not_in_folder(task: Task, split: str, folder: Path) -> str:
