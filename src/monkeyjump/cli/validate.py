@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 import textwrap
 
+from monkeyjump.errors import ConfigError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe by name, or a YAML file")
+    parser.add_argument("recipe", nargs="?", help="a recipe by name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.lr=1e-3")
     parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub (data.folder)")
+    parser.add_argument(
+        "--schema", choices=["recipe", "task"], help="print the JSON schema of recipes or of task files, for editors"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.schema or options.recipe is None:
+        return _print_schema(options.schema)
     from monkeyjump.tables import Table
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import look_at, notes
@@ -40,4 +47,15 @@ def run(options: argparse.Namespace) -> int:
         print(textwrap.fill(note, 80))
     known = f"recipe {options.recipe!r} is valid: {recipe.method} ({config.adapter}, rank {config.r}) on {recipe.model}"
     print(textwrap.fill(f"{known}, {len(tasks)} tasks; results go to {recipe.folder}", 80, break_long_words=False))
+    return 0
+
+
+def _print_schema(kind: str | None) -> int:
+    if kind is None:
+        raise ConfigError("name a recipe, such as `monkeyjump validate quickstart`, or ask for a --schema.")
+    import json
+
+    from monkeyjump.training import schema
+
+    print(json.dumps(schema.recipe_schema() if kind == "recipe" else schema.task_schema(), indent=2))
     return 0
