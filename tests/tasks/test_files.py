@@ -70,7 +70,7 @@ def test_every_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
-        ("a.xlsx", b"", "is in no format that can be read, these are .jsonl, .jsonl.gz, .ndjson, .json"),
+        ("a.xlsx", b"", "is in no format that can be read; these are .jsonl, .jsonl.gz, .ndjson, .json"),
         ("a.csv", b"", "is empty: its first line must name the columns"),
         ("a.csv", b"text,label\nx,1\na, b,1\n", "line 3 has 3 cells, but the first line names 2 columns"),
         ("a.csv", b"text,label\nx\n", "line 2 has 1 cells"),
