@@ -1,4 +1,4 @@
-"""Replayed training forwards against the model as it is. Here a graph is one that runs the work again on its tensors."""
+"""Replayed training forwards against the model as it is; a graph is here one that runs its work again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from monkeyjump.training import captured
+from monkeyjump.training import compile as compiling
 from monkeyjump.training.captured import CapturedCall, _Recorded
+from monkeyjump.training.fast import fast
 from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch
 
 
@@ -76,7 +78,7 @@ def test_twenty_replayed_steps_are_twenty_ordinary_ones(adapter: str) -> None:
     batches = [[lm_batch(*shapes[(n + m) % 4], seed=7 * n + m) for m in range(2)] for n in range(20)]
     models = [adapted(adapter=adapter, ema_interval=2, dropout=0.1).train() for _ in range(2)]
     call = replaying(models[1])
-    assert_same(*[dict(enumerate(train(model, batches))) for model in models])
+    assert_same(*[{str(n): loss for n, loss in enumerate(train(model, batches))} for model in models])
     assert_same(*[dict(model.state_dict()) for model in models])
     assert call.report.graphs == 3
     assert call.report.replayed == 40 - 3 * captured.WARM_UP
@@ -125,3 +127,24 @@ def test_without_memory_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, capsys:
         model(**lm_batch(2, 8)).loss.backward()
     assert call.report.replayed == 0
     assert capsys.readouterr().out.count("no memory to capture batches of shape (2, 8)") == 1
+
+
+def test_fast_trains_the_same_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [[lm_batch(2, 8, seed=n)] for n in range(5)]
+    models = [adapted(ema_interval=2).train() for _ in range(2)]
+    traces = [{name: set(vars(module)) for name, module in models[1].named_modules()}]
+    expected = train(models[0], batches)
+    monkeypatch.setattr(captured, "CudaGraph", lambda pool: RunAgain(models[1]))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    with fast(models[1], compile=True, capture=True, fused_loss="torch") as report:
+        found = train(models[1], batches)
+    assert report.captured is not None
+    assert report.captured.replayed == 3
+    assert report.fused_loss == "torch"
+    traces.append({name: set(vars(module)) for name, module in models[1].named_modules()})
+    assert traces[0] == traces[1]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    states = [{k: v for k, v in model.state_dict().items() if "staged" not in k} for model in models]
+    assert_same(*states, atol=1e-4, rtol=1e-4)  # what is staged and never committed is not the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
+from monkeyjump.training.fast import fast
 from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.trace import staged_load
@@ -30,8 +32,15 @@ class MonkeyJumpCallback(TrainerCallback):
     """
 
     def __init__(
-        self, num_tokens: int | None = None, seed: int = 0, dataloader: Any = None, progress: bool = True
+        self,
+        num_tokens: int | None = None,
+        seed: int = 0,
+        dataloader: Any = None,
+        progress: bool = True,
+        fast: bool = False,
     ) -> None:
+        """`fast` trains inside `monkeyjump.fast`."""
+        self._fast = ExitStack() if fast else None
         self.num_tokens = num_tokens
         self.seed = seed
         self.dataloader = dataloader
@@ -50,6 +59,13 @@ class MonkeyJumpCallback(TrainerCallback):
                 self.report = initialize_centers(
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress
                 )
+
+        if self._fast is not None:
+            self._fast.enter_context(fast(model))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._fast is not None:
+            self._fast.close()
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Ask for the load of the experts in the steps that are logged; others may do without the statistics."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -71,10 +72,7 @@ class CapturedCall:
         self.report = CaptureReport()
         self._seen: Counter[Key] = Counter()
         self._graphs: dict[Key, _Recorded | None] = {}  # None: cannot be captured
-        if new_graph is None:
-            pool = torch.cuda.graph_pool_handle()
-            new_graph = lambda: CudaGraph(pool)  # noqa: E731
-        self._new_graph = new_graph
+        self._new_graph = new_graph or partial(CudaGraph, torch.cuda.graph_pool_handle())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.model.training and torch.is_grad_enabled()):
@@ -131,11 +129,13 @@ class _Recorded:
         graph.record(lambda: self._work(model))
 
     def _work(self, model: Any) -> None:
-        output = model._call_impl(**self.inputs)
+        output: Any = model._call_impl(**self.inputs)
         if not isinstance(output, ModelOutput) or getattr(output, "loss", None) is None:
             raise RuntimeError("the model returns no loss: give it labels")
         found = torch.autograd.grad(output.loss, self.parameters, allow_unused=True)
-        self.used = [parameter for parameter, gradient in zip(self.parameters, found, strict=True) if gradient is not None]
+        self.used = [
+            parameter for parameter, gradient in zip(self.parameters, found, strict=True) if gradient is not None
+        ]
         gradients = [gradient for gradient in found if gradient is not None]
         kinds = dict.fromkeys(gradient.dtype for gradient in gradients)
         self.flat = {kind: torch.cat([g.reshape(-1) for g in gradients if g.dtype == kind]) for kind in kinds}
@@ -162,7 +162,7 @@ class _Known(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         parts = {}
         for kind, values in ctx.flat.items():
             sizes = [shape.numel() for dtype, shape in ctx.kinds if dtype == kind]
@@ -171,7 +171,7 @@ class _Known(torch.autograd.Function):
 
 
 def _with_device_numbers(kwargs: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The arguments, with the number of tokens in a step as a tensor: as a plain number it would be a shape of its own."""
+    """The arguments, with the number of tokens in a step as a tensor: each plain number would be a shape of its own."""
     count = kwargs.get("num_items_in_batch")
     if count is None or isinstance(count, Tensor):
         return kwargs
@@ -180,7 +180,7 @@ def _with_device_numbers(kwargs: dict[str, Any], model: nn.Module) -> dict[str, 
 
 
 def _key(inputs: dict[str, Any]) -> Key | None:
-    """What a graph is made for: the shapes of tensors and the values of all else; None where there is something else."""
+    """What a graph is made for: the shapes of tensors, the values of all else; None where something is neither."""
     parts: list[Any] = []
     for name, value in inputs.items():
         if isinstance(value, Tensor):
