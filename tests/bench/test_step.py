@@ -117,14 +117,14 @@ def test_the_floor_is_the_frozen_model(scope: str) -> None:
     run.step()
     # by hand, with the mask that Transformers makes by itself
     model = plain_model(EAGER)
-    embeds = run.batch.embeds.detach().clone().requires_grad_()
+    embeds = run.embeds.detach().clone().requires_grad_()
     if scope == "model":
-        model(inputs_embeds=embeds, labels=run.batch.labels).loss.backward()
+        model(inputs_embeds=embeds, labels=run.labels).loss.backward()
     else:
-        (model.model(inputs_embeds=embeds).last_hidden_state * run.batch.upstream).sum().backward()
-    assert run.batch.embeds.grad is not None
+        (model.model(inputs_embeds=embeds).last_hidden_state * run.upstream).sum().backward()
+    assert run.embeds.grad is not None
     assert embeds.grad is not None
-    torch.testing.assert_close(run.batch.embeds.grad, embeds.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(run.embeds.grad, embeds.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_routing_losses_belong_to_a_step_of_the_blocks() -> None:
@@ -171,7 +171,7 @@ def test_more_times_of_the_same_step() -> None:
     run.warm_up()
     assert len(run.row("eager")["times_ms"]) == EAGER.steps
     again = run.row("eager")
-    assert set(again) == {"status", "started", "times_ms", "ended"}
+    assert set(again) == {"status", "times_ms"}
     assert len(again["times_ms"]) == EAGER.steps
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from monkeyjump.bench import timing
-from monkeyjump.bench.modes import SETTLE, CompiledModesRun, graphs_made
+from monkeyjump.bench.modes import SETTLE, ModesRun, graphs_made
 from monkeyjump.bench.results import milliseconds, ratio
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import Measurement
+from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.bench.variants import build, random_ids
-from monkeyjump.bench.worker_process import Row
 
 COLUMNS = [
     ("variant", "variant", str),
@@ -33,7 +32,7 @@ def measurements(settings: Settings) -> list[Measurement]:
     return [Measurement(InferenceRun, name, settings) for name in settings.methods]
 
 
-class InferenceRun(CompiledModesRun):
+class InferenceRun(ModesRun):
     """One variant: greedy decoding through one cache whose tensors, like the token's, stay where they are."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
@@ -91,18 +90,16 @@ class InferenceRun(CompiledModesRun):
     def _generate(self, decode: Callable[[], object], compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """All new tokens [B, S] after the prompt, and the logits of the first one that was decoded, [B, V]."""
         self.begin(compiled)
-        tokens: list[torch.Tensor] = []
-        logits: list[torch.Tensor] = []
+        tokens, logits = [], torch.empty(0)
         for _ in range(self.settings.new):
             tokens.append(self.token.clone())
             decode()
-            logits = logits or [self.logits.clone()]
-        return torch.cat(tokens, dim=1), logits[0]
+            logits = logits if logits.numel() else self.logits.clone()
+        return torch.cat(tokens, dim=1), logits
 
     def measure(self, mode: str) -> Row:
-        return self._measure_prompt() if mode == "prefill" else self._measure_decoding(mode)
-
-    def _measure_prompt(self) -> Row:
+        if mode != "prefill":
+            return self._measure_decoding(mode)
         self.prefill()
         timing.reset_peak(self.device)
         found = timing.summary(timing.times(self.prefill, max(self.settings.repeats, 2), self.device))

@@ -13,15 +13,12 @@ import torch
 from monkeyjump.bench import timing
 from monkeyjump.bench.modes import ModesRun
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import Measurement
+from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.bench.variants import build, plain_model, random_ids
-from monkeyjump.bench.worker_process import Row
 from monkeyjump.tuner.centers import calibrate
 from monkeyjump.tuner.centers.sample import OVERSAMPLE
 
 PHASES = ("forwards", "reading", "kmeans", "total")
-
-
 TABLE_FOR_EACH = ()
 COLUMNS = [
     ("variant", "variant", str),

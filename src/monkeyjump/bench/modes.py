@@ -9,19 +9,23 @@ from typing import Any
 
 from monkeyjump.bench import timing
 from monkeyjump.bench.settings import Settings
+from monkeyjump.bench.turns import Row, failure
 from monkeyjump.bench.variants import BuiltVariant
-from monkeyjump.bench.worker_process import Row, failure
 from monkeyjump.training.compile import whole_call
 
 SETTLE = 3  # steps until a compiled model compiles no more: the first leaves losses and gradients behind
-NOT_COMPILED = ("eager", "prefill", "decode")
 
 
 class ModesRun:
     """One variant. It warms up beside others, and is alone when the row of a mode is measured."""
 
+    built: BuiltVariant
+
     def __init__(self, variant: str, settings: Settings) -> None:
         self.variant, self.settings, self.device = variant, settings, settings.device
+        self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
+        self.compiler: Row = {}  # what a row says of the compiler
+        self.compile_failure: Row | None = None  # not the error itself, which would keep its frames' tensors alive
 
     def warm_up(self) -> None:
         """Everything that takes long and is not timed."""
@@ -29,31 +33,16 @@ class ModesRun:
     def measure(self, mode: str) -> Row:
         raise NotImplementedError
 
-    def row(self, mode: str) -> Row:
-        started = time.time()
-        return {"status": "ok", "started": started, **self.measure(mode), "ended": time.time()}
-
-
-class CompiledModesRun(ModesRun):
-    """Also compiles parts of its model, and calls them compiled or as they are."""
-
-    built: BuiltVariant
-
-    def __init__(self, variant: str, settings: Settings) -> None:
-        super().__init__(variant, settings)
-        self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
-        self.compiler: Row = {}  # what a row says of the compiler
-        self.compile_failure: Row | None = None  # not the error itself, which would keep its frames' tensors alive
-
     def tidy(self) -> None:
         """Give back what a mode has left behind."""
 
     def row(self, mode: str) -> Row:
-        if mode not in NOT_COMPILED and self.compile_failure is not None:
+        compiled = mode.endswith(("compile", "graph"))
+        if compiled and self.compile_failure is not None:
             return self.compile_failure
-        self.use(compiled=mode not in NOT_COMPILED)
+        self.use(compiled)
         try:
-            return super().row(mode)
+            return {"status": "ok", **self.measure(mode)}
         finally:
             with suppress(RuntimeError):  # after a failed capture even this may fail; the row says why
                 self.tidy()
@@ -69,8 +58,9 @@ class CompiledModesRun(ModesRun):
         try:
             if self.built.context is not None:
                 self.built.context.shared_inputs.prepare()
-            call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=self.settings.backend)
-            self.compiled = parts(call)
+            self.compiled = parts(
+                torch.compile(whole_call, fullgraph=True, dynamic=False, backend=self.settings.backend)
+            )
             self.use(compiled=True)
             settle()
             timing.synchronize(self.device)
@@ -81,6 +71,7 @@ class CompiledModesRun(ModesRun):
         self.use(compiled=False)
 
     def use(self, compiled: bool) -> None:
+        """Call the parts compiled or as they are."""
         for part, call in self.compiled:
             part._compiled_call_impl = call if compiled else None
 

@@ -18,8 +18,7 @@ from monkeyjump.adapters import ADAPTERS
 from monkeyjump.bench import timing
 from monkeyjump.bench.modes import ModesRun
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import Measurement
-from monkeyjump.bench.worker_process import Row
+from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops import dispatch

@@ -10,11 +10,9 @@ from statistics import linear_regression
 from typing import Any
 
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.shapes import SHAPES
 from monkeyjump.bench.step import StepRun
-from monkeyjump.bench.turns import Measurement
-from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, method_config
-from monkeyjump.bench.worker_process import Row
+from monkeyjump.bench.turns import Measurement, Row
+from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, SHAPES, method_config
 
 BASE = "base"  # the axis of the one floor that rank and experts, which it does not have, are held against
 SAME = ("mode", "axis", "value")

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+Call = Callable[[], object]
 
 
 def summary(milliseconds: list[float]) -> dict[str, float]:
@@ -28,19 +31,18 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def times(call: Callable[[], object], repeats: int, device: str) -> list[float]:
+def times(call: Call, repeats: int, device: str) -> list[float]:
     """Milliseconds of each of `repeats` calls in a row, each from the end of the one before.
 
     On a GPU nothing is waited for in between, as in training: a call is as long as the longer of what the host issues
     and what the device does.
     """
     if not is_cuda(device):
-        found = []
+        ends = [time.perf_counter()]
         for _ in range(repeats):
-            start = time.perf_counter()
             call()
-            found.append(1e3 * (time.perf_counter() - start))
-        return found
+            ends.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in pairwise(ends)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize(device)
     marks[0].record()
@@ -51,9 +53,7 @@ def times(call: Callable[[], object], repeats: int, device: str) -> list[float]:
     return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
-def captured(
-    call: Callable[[], object], warm_up: Callable[[], object], before: Callable[[], object] = lambda: None
-) -> torch.cuda.CUDAGraph:
+def captured(call: Call, warm_up: Call, before: Call = lambda: None) -> torch.cuda.CUDAGraph:
     """One call in a CUDA graph; `warm_up` runs on the stream of the capture, `before` just before the capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -78,23 +78,13 @@ def peak_bytes(device: str) -> int | None:
     return torch.cuda.max_memory_allocated(device) if is_cuda(device) else None
 
 
-def cpu_peak_bytes(call: Callable[[], object]) -> int:
+def cpu_peak_bytes(call: Call) -> int:
     """The most bytes that one call had allocated on the CPU at once, beside what was there before it."""
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events)
     return max(accumulate((size for _, size in changes), initial=0))
-
-
-def resident_bytes(device: str) -> int | None:
-    """Bytes of the tensors alive now."""
-    if not is_cuda(device):
-        return None
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_allocated(device)
 
 
 def release_cache(device: str) -> None:
@@ -104,10 +94,8 @@ def release_cache(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def kernels(call: Callable[[], object], device: str, most: int = 40) -> list[dict[str, object]]:
+def kernels(call: Call, device: str, most: int = 40) -> list[dict[str, object]]:
     """The kernels of one call, on a CPU its operations, the longest first: name, calls, microseconds of all calls."""
-    from torch.profiler import ProfilerActivity, profile
-
     cuda = is_cuda(device)
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
         call()
