@@ -22,8 +22,9 @@ from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops import dispatch
-from monkeyjump.ops import reference as ops
 from monkeyjump.registry import did_you_mean
+from monkeyjump.routing.centroid import Staged, decide
+from monkeyjump.routing.granularity import Selection
 
 TOP_K = 2
 SIZES = (4096, 16_384), (896, 4096), (3, 8)  # tokens, widths, experts
@@ -50,25 +51,12 @@ Prepared = tuple[Callable[[], Any], list[torch.Tensor]]  # a call with inputs of
 
 
 def routing(size: tuple[int, int, int], dtype: torch.dtype, normal: Callable[..., Any], sums: bool = False) -> Prepared:
-    """Gates of h [N, D] for centres [E, D] in fp32; with the sums that the centres follow."""
+    """Gates of h [1, N, D] for E centres [D] in fp32; with the sums that the centres follow."""
     N, D, E = size
-    h, centers = normal(N, D, dtype=dtype), normalize(normal(E, D), dim=-1)
-
-    @torch.no_grad()
-    def call() -> Any:
-        if dispatch.uses_kernels(h):
-            from monkeyjump.ops import routing as kernels
-
-            settings = kernels.Routing(TOP_K, 1.0, renormalize=False, member_k=TOP_K, unit=True)
-            if sums:
-                return kernels.fused_gates_and_sums(h, list(centers.unbind()), None, settings)
-            return kernels.fused_gates(h, list(centers.unbind()), settings)
-        u = ops.features(h, None, normalize=True)
-        logits = ops.similarity_logits(u, centers, "cosine")
-        gates = ops.gates(logits, TOP_K, 1.0, renormalize=False)
-        return (gates, ops.cluster_sums(u, ops.top_k_mask(logits, TOP_K), None)) if sums else gates
-
-    return call, [h, centers]
+    h, centers = normal(1, N, D, dtype=dtype), list(normalize(normal(E, D), dim=-1))
+    into = Staged([torch.empty_like(center) for center in centers], [h.new_empty(()).float() for _ in centers])
+    config = MonkeyJumpConfig(top_k=TOP_K)
+    return partial(decide, h, centers, None, Selection(), config, into=into if sums else None), [h, *centers]
 
 
 def adapter(

@@ -14,7 +14,7 @@ from monkeyjump.ops.kernels.route import Routing, supported
 from monkeyjump.ops.lowrank import rows_of
 from monkeyjump.ops.registration import registered, shapes_of
 
-__all__ = ["Routing", "fused_gates", "fused_gates_and_sums", "fused_gates_into", "supported"]
+__all__ = ["Routing", "fused_gates", "fused_gates_into", "supported"]
 
 
 def fused_gates(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> torch.Tensor:
@@ -45,15 +45,6 @@ def fused_gates_into(
     else:
         gates = kernels.token_gates_and_sums(flat, centers, queries, routing, sums, counts)
     return gates.view(*h.shape[:-1], len(centers))
-
-
-def fused_gates_and_sums(
-    h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gates [B, T, E]; sums [E, D] and counts [E]."""
-    sums = torch.empty(len(centers), h.shape[-1], device=h.device)
-    counts = torch.empty(len(centers), device=h.device)
-    return fused_gates_into(h, centers, queries, routing, sums.unbind(), counts.unbind()), sums, counts
 
 
 @registered("fused_gates")
