@@ -123,8 +123,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; all dB, for diagonals of ones, and with x all dA, one after the other)."""
     dys, Bs = [dy.contiguous() for dy in dys], [B.contiguous() for B in Bs]
-    dz, parts = lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), True)
-    return _sums_and_dx(dys, x, dz, parts, weights, As, Dropout.of(seed, p), with_dx)
+    dz, partial = lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), True)
+    return _sums_and_dx(dys, x, dz, partial, weights, As, Dropout.of(seed, p), with_dx)
 
 
 backward_op = registered("grouped_lora_backward", tags=ANY_LAYOUT)(backward)
@@ -146,8 +146,7 @@ def up_backward(
 ) -> tuple[Tensor, Tensor]:
     """(t = dy B [N, M * C]; the partial sums [P, W] of all dB, for diagonals of ones)."""
     dys, Bs = [dy.contiguous() for dy in dys], [B.contiguous() for B in Bs]
-    t, (partial,) = lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), False)
-    return t, partial
+    return lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), False)
 
 
 up_backward_op = registered("grouped_lora_up_backward", tags=ANY_LAYOUT)(up_backward)
@@ -172,7 +171,7 @@ def down_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; all dB, added up of their partial sums, and with x all dA)."""
     dys = [dy.contiguous() for dy in dys]
-    return _sums_and_dx(dys, x, dz.contiguous(), [partial], weights, As, Dropout.of(seed, p), with_dx)
+    return _sums_and_dx(dys, x, dz.contiguous(), partial, weights, As, Dropout.of(seed, p), with_dx)
 
 
 down_backward_op = registered("grouped_lora_down_backward", tags=ANY_LAYOUT)(down_backward)
@@ -183,10 +182,10 @@ def _(dys, x, dz, partial, weights, As, seed, p, with_dx):
     return _new_gradients(dys, x, dz, partial.shape[1], As, with_dx)
 
 
-def _sums_and_dx(dys, x, dz, parts, weights, As, dropout, with_dx: bool) -> tuple[Tensor, Tensor]:
+def _sums_and_dx(dys, x, dz, partial, weights, As, dropout, with_dx: bool) -> tuple[Tensor, Tensor]:
     x, As = None if x is None else x.contiguous(), [A.contiguous() for A in As]
     dx, more = down_gradients(dys, weights, x, dz, As, dropout, with_dx)
-    return dz.new_empty(0) if dx is None else dx, total([*parts, *more])
+    return dz.new_empty(0) if dx is None else dx, total([partial, *more])
 
 
 def _new_gradients(dys, x, z, ups, As, with_dx: bool) -> tuple[Tensor, Tensor]:

@@ -64,15 +64,11 @@ class _Logits(torch.autograd.Function):
         return dx.view(ctx.shape) if with_dx else None, *dW.split(weights[0].shape[0])
 
 
-def _kernels() -> Any:
-    from monkeyjump.ops.kernels import lora  # only where Triton is installed
-
-    return lora
-
-
 def logits(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """x W^T of every W side by side: [N, M * E], fp32."""
-    return _kernels().down(x.contiguous(), [weight.contiguous() for weight in weights], None, precise=True)
+    from monkeyjump.ops.kernels import lora  # only where Triton is installed
+
+    return lora.down(x.contiguous(), [weight.contiguous() for weight in weights], None, precise=True)
 
 
 logits_op = registered("router_logits")(logits)
@@ -87,9 +83,12 @@ def logits_backward(
     x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], with_dx: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx [N, D], empty without `with_dx`; dW [M * E, D])."""
-    dense, dtype = [weight.contiguous() for weight in weights], x.dtype if with_dx else None
-    dx, dW = _kernels().down_backward_alone(x.contiguous(), grad.contiguous(), dense, None, dtype, precise=True)
-    return x.new_empty(0) if dx is None else dx, dW
+    from monkeyjump.ops.kernels import lora
+    from monkeyjump.ops.kernels.partial_sums import total
+
+    dx, dense = x.new_empty(x.shape) if with_dx else None, [weight.contiguous() for weight in weights]
+    parts = lora.down_backward(x.contiguous(), grad.contiguous(), dense, None, dx, precise=True)
+    return x.new_empty(0) if dx is None else dx, total(parts).view(-1, x.shape[1])
 
 
 logits_backward_op = registered("router_logits_backward")(logits_backward)
