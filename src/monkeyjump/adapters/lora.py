@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
 from monkeyjump.config import MonkeyJumpConfig
@@ -32,22 +32,22 @@ class LoraAdapter(Adapter):
         self.dropout = config.dropout
         self.A = nn.Parameter(torch.empty(config.r, in_features, dtype=torch.float32))
         self.B = nn.Parameter(torch.empty(out_features, config.r, dtype=torch.float32))
-        self.seeds: Callable[[torch.device], torch.Tensor | None] | None = None  # of dropout masks
+        self.seeds: Callable[[torch.device], Tensor | None] | None = None  # of dropout masks
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         nn.init.zeros_(self.B)
 
-    def strength(self, gate: Gate) -> torch.Tensor | float:
+    def strength(self, gate: Gate) -> Tensor | float:
         """The factor on the rank-r activation: the gate and every scale that goes with it."""
         return self.scaling if gate is None else gate * self.scaling
 
-    def rank_scale(self) -> torch.Tensor | None:
+    def rank_scale(self) -> Tensor | None:
         """A trained factor on every rank, or None."""
         return None
 
-    def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
         alike = out.dtype in (x.dtype, dispatch.autocast_dtype(x))  # cast as it was for the frozen product
         if not (self.fused and alike and fits_tokens(gate, x) and dispatch.uses_kernels(out)):
             return super().forward(x, base, out, gate)
@@ -59,11 +59,9 @@ class LoraAdapter(Adapter):
         diagonal = self.rank_scale()
         return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, diagonal, dropout, seed)
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         return ops.gated_lora(x, self.A, self.B, self.strength(gate), self.dropout if self.training else 0.0)
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         delta = (self.B * self.strength(None)) @ self.A
         return (weight.float() + sign * delta).to(weight.dtype), bias

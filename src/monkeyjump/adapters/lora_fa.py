@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from monkeyjump.adapters.base import Gate, register
 from monkeyjump.adapters.lora import LoraAdapter
@@ -31,7 +32,7 @@ class LoraFaAdapter(LoraAdapter):
         del self.A
         self.register_buffer("A", A)
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         if not self.training or self.dropout == 0:
             return ops.gated_lora(x, self.A, self.B, self.strength(gate))
         seed = torch.randint(2**31, (), device=x.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.adalora import AdaLoraAdapter
 from monkeyjump.adapters.base import ADAPTERS, Adapter, BaseLinear, Gate
@@ -55,19 +55,19 @@ class _Experts(LoraAdapter):
         super().__init__(in_features, out_features, _widened(config, experts))
         self.experts = experts
 
-    def strength(self, gate: Gate) -> torch.Tensor | float:
+    def strength(self, gate: Gate) -> Tensor | float:
         repeated = None if gate is None else gate.repeat_interleave(self.B.shape[1] // self.experts, dim=-1)
         return super().strength(repeated)
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         """What every expert alone would add for the tokens x [..., D], without its gate and dropout: [..., N, O]."""
         z = F.linear(x, self.A.to(x.dtype)) * self.strength(None)
         return torch.einsum("...nr,onr->...no", z.unflatten(-1, (self.experts, -1)), self._up(x.dtype))
 
-    def _up(self, dtype: torch.dtype) -> torch.Tensor:
+    def _up(self, dtype: torch.dtype) -> Tensor:
         return self.B.to(dtype).unflatten(-1, (self.experts, -1))
 
-    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> Any:
         raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
@@ -93,17 +93,17 @@ class _SharedA(_Experts):
         A = self.A[: config.r].detach().clone()
         self.A = nn.Parameter(A) if isinstance(self.A, nn.Parameter) else A
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         z = self.down(x)
         gates = torch.ones(self.experts, device=z.device) if gate is None else gate
         spread = (gates.unsqueeze(-1) * (z * self.scaling).unsqueeze(-2)).flatten(-2)
         return F.linear(spread.to(z.dtype), self.B.to(z.dtype))
 
-    def down(self, x: torch.Tensor) -> torch.Tensor:
+    def down(self, x: Tensor) -> Tensor:
         dropped = F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x
         return F.linear(dropped, self.A.to(x.dtype))
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         z = F.linear(x, self.A.to(x.dtype)) * self.scaling
         return torch.einsum("...r,onr->...no", z, self._up(x.dtype))
 
@@ -115,7 +115,7 @@ class HydraMixture(_SharedA):
 class HydraFaMixture(_SharedA, LoraFaAdapter):
     """A is frozen."""
 
-    def down(self, x: torch.Tensor) -> torch.Tensor:
+    def down(self, x: Tensor) -> Tensor:
         if not self.training or self.dropout == 0:
             return F.linear(x, self.A.to(x.dtype))
         seed = torch.randint(2**31, (), device=x.device)
@@ -133,15 +133,15 @@ class PropulsionMixture(PropulsionAdapter):
         self.experts = experts
         self.offset = nn.Parameter(torch.zeros(experts, out_features, dtype=torch.float32))
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         factor = ops.power_minus_one(self.offset, self.degree)
         mixed = factor.sum(0) if gate is None else gate.to(factor.dtype) @ factor
         return (base * mixed).to(base.dtype)
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         return base.unsqueeze(-2) * ops.power_minus_one(self.offset, self.degree)
 
-    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> Any:
         raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 

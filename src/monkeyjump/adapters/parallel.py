@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.ops.precision import at_least_fp32
 
@@ -27,7 +27,7 @@ class ParallelBottleneck(nn.Module):
             nn.init.xavier_uniform_(weight, gain=GAIN)
             nn.init.zeros_(bias)
 
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """gate [..., 1] times the bottleneck of x [..., D]."""
         z = F.silu(F.linear(x, self.down.to(x.dtype), self.down_bias.to(x.dtype)))
         return (gate * F.linear(z, self.up.to(x.dtype), self.up_bias.to(x.dtype))).to(x.dtype)

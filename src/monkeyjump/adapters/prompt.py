@@ -12,7 +12,7 @@ Shapes: B batch, T tokens, D hidden width, P prompt length, H heads, G key-value
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.ops.precision import at_least_fp32
 
@@ -30,7 +30,7 @@ class AttentionPrompt(nn.Module):
         nn.init.normal_(self.prompt, std=0.02)
         nn.init.zeros_(self.head_gate)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         """What to add to the input of the output projection, [B, T, H * d].
 
         q [B, T, H * d]; k, v [P, G * d], projections of the prompt; gate [B, T, 1], the router's.

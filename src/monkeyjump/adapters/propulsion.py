@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
 from monkeyjump.config import MonkeyJumpConfig
@@ -34,7 +34,7 @@ class PropulsionAdapter(Adapter):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.offset)
 
-    def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
         if base is not out or self.offset.dim() != 1 or not self._one_kernel(base, gate):
             return super().forward(x, base, out, gate)
         from monkeyjump.ops import propulsion
@@ -42,18 +42,16 @@ class PropulsionAdapter(Adapter):
         return propulsion.scaled(base, self.offset, self.degree, gate)
 
     @staticmethod
-    def _one_kernel(base: torch.Tensor, gate: Gate) -> bool:
+    def _one_kernel(base: Tensor, gate: Gate) -> bool:
         """Eager mode, and a gate that is not trained and is one number per token."""
         if torch.compiler.is_compiling() or not fits_tokens(gate, base):
             return False
         return (gate is None or not (gate.requires_grad or gate.shape[-1] > 1)) and dispatch.uses_kernels(base)
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         return ops.scale_output(base, self.offset, self.degree, 1.0 if gate is None else gate)
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         factor = (1 + self.offset) ** (sign * self.degree)
         scaled = (weight.float() * factor[:, None]).to(weight.dtype)
         return scaled, None if bias is None else (bias.float() * factor).to(bias.dtype)

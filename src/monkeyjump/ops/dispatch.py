@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 
@@ -32,7 +33,7 @@ def implementation(choice: str) -> Iterator[None]:
         _override = before
 
 
-def uses_kernels(x: torch.Tensor) -> bool:
+def uses_kernels(x: Tensor) -> bool:
     """Whether Triton kernels work on x. They do not follow autocast's rules: what it would cast is left to torch."""
     choice = _override or ENVIRONMENT
     if choice == "torch" or type(x) not in PLAIN or autocast_dtype(x) not in (None, x.dtype):
@@ -48,14 +49,14 @@ def uses_kernels(x: torch.Tensor) -> bool:
     return x.dtype in KERNEL_DTYPES
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of the operands of a product with x; None where it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # a tensor of another class (sharded, quantised) has no memory of its own
+PLAIN = (Tensor, torch.nn.Parameter)  # a tensor of another class (sharded, quantised) has no memory of its own
 
 
 def has_triton() -> bool:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monkeyjump.ops.grouped_products import DIRECT, REGISTERED, Places, Products, drawn_seed, strengths_of
 from monkeyjump.ops.lowrank import (
@@ -36,8 +37,6 @@ from monkeyjump.ops.lowrank import (
     with_diagonal,
 )
 from monkeyjump.ops.registration import composed
-
-Tensor = torch.Tensor
 
 
 def grouped_lora(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from monkeyjump.ops.kernels import lora
 from monkeyjump.ops.kernels.partial_sums import total
@@ -21,7 +22,6 @@ from monkeyjump.ops.kernels.tiles import FEW_TOKENS
 from monkeyjump.ops.lowrank import Dropout, Frozen, Strengths, Update, new_seed
 from monkeyjump.ops.registration import registered, shapes_of
 
-Tensor = torch.Tensor
 # A compiler need not copy an input to give it the layout it was traced with: the functions make rows dense themselves.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 # The tokens that share a row of gates, G, and the first column of every projection in its tensor of gates.

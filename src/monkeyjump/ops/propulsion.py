@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monkeyjump.ops.kernels import propulsion as kernels
 from monkeyjump.ops.lowrank import gate_rows, rows_of
 
 
-def scaled(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None) -> torch.Tensor:
+def scaled(base: Tensor, offset: Tensor, degree: int, gate: Tensor | None) -> Tensor:
     """base + gate * ((1 + offset) ** degree - 1) * base: base [..., O], offset [O], gate [..., 1] without gradient."""
     every = 1
     if gate is not None:
@@ -24,9 +25,7 @@ def scaled(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Te
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None, every: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, base: Tensor, offset: Tensor, degree: int, gate: Tensor | None, every: int) -> Tensor:
         flat = rows_of(base)
         ctx.save_for_backward(flat, offset, gate)
         ctx.degree, ctx.every = degree, every
@@ -34,7 +33,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor) -> Any:
         flat, offset, gate = ctx.saved_tensors
         dbase, doffset = kernels.scale_backward(rows_of(dy), flat, offset, ctx.degree, gate, ctx.every)
         return dbase.view(dy.shape), doffset, None, None, None

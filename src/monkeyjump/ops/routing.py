@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from monkeyjump.ops.kernels import route as kernels
 from monkeyjump.ops.kernels.route import Routing, supported
@@ -17,7 +18,7 @@ from monkeyjump.ops.registration import registered, shapes_of
 __all__ = ["Routing", "fused_gates", "fused_gates_into", "supported"]
 
 
-def fused_gates(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> torch.Tensor:
+def fused_gates(h: Tensor, centers: list[Tensor], routing: Routing) -> Tensor:
     """Gates [B, T, E] of h [B, T, D], fp32."""
     flat = rows_of(h)
     if torch.compiler.is_compiling():
@@ -28,13 +29,13 @@ def fused_gates(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) 
 
 
 def fused_gates_into(
-    h: torch.Tensor,
-    centers: list[torch.Tensor],
-    queries: torch.Tensor | None,
+    h: Tensor,
+    centers: list[Tensor],
+    queries: Tensor | None,
     routing: Routing,
-    sums: Sequence[torch.Tensor],
-    counts: Sequence[torch.Tensor],
-) -> torch.Tensor:
+    sums: Sequence[Tensor],
+    counts: Sequence[Tensor],
+) -> Tensor:
     """Gates [B, T, E]; sums [D] and counts [] of the queries ([B, T] bool; None: every token) are written by expert."""
     flat = rows_of(h)
     if queries is not None:
@@ -48,9 +49,7 @@ def fused_gates_into(
 
 
 @registered("fused_gates")
-def gates_op(
-    h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool
-) -> torch.Tensor:
+def gates_op(h: Tensor, centers: list[Tensor], top_k: int, temperature: float, renormalize: bool) -> Tensor:
     """Gates [N, E]."""
     settings = Routing(top_k, temperature, renormalize, member_k=1, unit=True)
     return kernels.token_gates(h.contiguous(), centers, settings)
@@ -63,15 +62,15 @@ def _(h, centers, top_k, temperature, renormalize):
 
 @registered("fused_gates_into", mutates=("sums", "counts"))
 def gates_into_op(
-    h: torch.Tensor,
-    centers: list[torch.Tensor],
-    queries: torch.Tensor | None,
-    sums: list[torch.Tensor],
-    counts: list[torch.Tensor],
+    h: Tensor,
+    centers: list[Tensor],
+    queries: Tensor | None,
+    sums: list[Tensor],
+    counts: list[Tensor],
     ks: list[int],
     temperature: float,
     flags: list[bool],
-) -> torch.Tensor:
+) -> Tensor:
     """Gates [N, E]; sums [D] and counts [] of the tokens that each centre will follow are written where they belong."""
     (top_k, member_k), (renormalize, unit) = ks, flags
     settings = Routing(top_k, temperature, renormalize, member_k, unit)

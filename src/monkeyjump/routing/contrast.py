@@ -9,13 +9,14 @@ Shapes: S sampled tokens, N experts, O output width.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 SAMPLE = 256  # expert outputs compared per router
 TEMPERATURE = 0.1
 EPS = 1e-4  # length below which an output has no direction: all of them at the start, where B is zero
 
 
-def sample_tokens(tokens: int, experts: int, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def sample_tokens(tokens: int, experts: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """Random positions among the flattened real tokens, [S]; None where all of them are few enough."""
     wanted = max(2, SAMPLE // experts)
     if tokens <= wanted:
@@ -26,7 +27,7 @@ def sample_tokens(tokens: int, experts: int, mask: torch.Tensor | None, device: 
     return keys.topk(wanted).indices
 
 
-def contrastive_loss(outputs: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+def contrastive_loss(outputs: Tensor, used: Tensor) -> Tensor:
     """outputs [S, N, O] and whether each was used, [S, N]: the mean over used outputs that have a positive."""
     experts = outputs.shape[1]
     flat = outputs.flatten(0, 1).float()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monkeyjump.config import MonkeyJumpConfig
 
@@ -18,9 +19,7 @@ def is_due(step: Any, config: MonkeyJumpConfig) -> Any:
 
 
 @torch.no_grad()
-def committed(
-    centers: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor, step: torch.Tensor, config: MonkeyJumpConfig
-) -> torch.Tensor:
+def committed(centers: Tensor, sums: Tensor, counts: Tensor, step: Tensor, config: MonkeyJumpConfig) -> Tensor:
     """The centres [P, D] after `step` training forwards, given what the last of them staged.
 
     c <- beta c + (1 - beta) mean, on every `ema_interval`-th forward up to `ema_stop`; a centre that no token was

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
@@ -22,9 +22,9 @@ from monkeyjump.ops.router_logits import router_linear, router_logits
 
 @dataclass
 class LearnedDecision:
-    gates: torch.Tensor  # [..., N], zero on experts that are not used
-    probabilities: torch.Tensor  # [..., N], before anything was dropped
-    chosen: torch.Tensor  # [..., N] bool
+    gates: Tensor  # [..., N], zero on experts that are not used
+    probabilities: Tensor  # [..., N], before anything was dropped
+    chosen: Tensor  # [..., N] bool
     per_token: int | None = None  # experts that every token uses; None where that depends on the token
 
 
@@ -61,7 +61,7 @@ class LearnedRouter(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> LearnedDecision:
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> LearnedDecision:
         """The decision for x [..., D]; for `logits` that `decide_together` has made, if given."""
         config, noise = self.config, self._noise()
         with torch.autocast(x.device.type, enabled=False):
@@ -74,7 +74,7 @@ class LearnedRouter(nn.Module):
                 logits = logits + config.jitter * torch.randn_like(logits)
             return self.decide(x, logits)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         if self.config.sigmoid.router_hidden == "swiglu":
             gate = router_linear(x, self.hidden_gate, self.hidden_gate_bias)
             x = nn.functional.silu(gate) * router_linear(x, self.hidden_up, self.hidden_up_bias)
@@ -89,7 +89,7 @@ class LearnedRouter(nn.Module):
     def _noise(self) -> str | None:
         return self.config.learned.noise if self.training and self.config.jitter > 0 else None
 
-    def decide(self, x: torch.Tensor, logits: torch.Tensor) -> LearnedDecision:
+    def decide(self, x: Tensor, logits: Tensor) -> LearnedDecision:
         config = self.config
         scaled = logits if config.temperature == 1 else logits / config.temperature
         p = torch.sigmoid(scaled) if self.sigmoid else torch.softmax(scaled, dim=-1)
@@ -111,7 +111,7 @@ class LearnedRouter(nn.Module):
         return f"{self.config.router}, width={self.width}, experts={self.experts}"
 
 
-def decide_together(routers: Sequence[LearnedRouter], x: torch.Tensor) -> LearnedDecision | None:
+def decide_together(routers: Sequence[LearnedRouter], x: Tensor) -> LearnedDecision | None:
     """The decisions of M routers that read the same x, [..., M, N] each; None where every router has to decide alone.
 
     Each step is then one kernel for all of them, forward and backward.
@@ -124,7 +124,7 @@ def decide_together(routers: Sequence[LearnedRouter], x: torch.Tensor) -> Learne
     return routers[0](x, logits)  # which differs from the others in its weight alone
 
 
-def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gradient: str) -> torch.Tensor:
+def above_threshold(p: Tensor, bar: Tensor, chosen: Tensor, gradient: str) -> Tensor:
     """The gates of the experts that reach the bar.
 
     none: p there, 0 elsewhere; the bar has gradient 0, as in the authors' code. ste: the same values, with the step
@@ -138,14 +138,14 @@ def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gr
     return p * chosen + 0.0 * bar  # keeps the parameters of the bar in the graph, for distributed training
 
 
-def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def load_and_probability(decision: LearnedDecision, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens.
 
     [N] each, or [M * N] for a decision [..., M * N] of M routers, which must be known `per_token`.
     """
     chosen = decision.chosen.detach().flatten(0, -2).float()
     p = decision.probabilities.flatten(0, -2)
-    tokens: torch.Tensor | int = p.shape[0]
+    tokens: Tensor | int = p.shape[0]
     if mask is not None:
         real = mask.flatten().unsqueeze(-1)
         chosen, p, tokens = chosen * real, p.masked_fill(~real, 0.0), real.sum().clamp_min(1)
@@ -154,13 +154,13 @@ def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -
     return number / total, p.sum(0) / tokens
 
 
-def balance_loss(load: torch.Tensor, probability: torch.Tensor, top_k: int, norm: str) -> torch.Tensor:
+def balance_loss(load: Tensor, probability: Tensor, top_k: int, norm: str) -> Tensor:
     """N * sum_n f_n P_n. An even load gives 1 (switch), or top_k where f counts every slot by itself (mixtral)."""
     loss = load.shape[-1] * (load * probability).sum(-1)
     return loss * top_k if norm == "mixtral" else loss
 
 
-def _around_one(like: torch.Tensor, width: float) -> torch.Tensor:
+def _around_one(like: Tensor, width: float) -> Tensor:
     return torch.empty_like(like).uniform_(1 - width, 1 + width)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
 
@@ -20,10 +20,10 @@ def recomputed(module: nn.Module) -> bool:
     return getattr(module, "gradient_checkpointing", False) is True or hasattr(module, "_checkpoint_wrapped_module")
 
 
-def hidden_states(args: tuple, kwargs: dict[str, Any], path: str) -> torch.Tensor:
+def hidden_states(args: tuple, kwargs: dict[str, Any], path: str) -> Tensor:
     """The hidden state a block was called with."""
     h = args[0] if args else kwargs.get("hidden_states", kwargs.get("x"))
-    if not isinstance(h, torch.Tensor) or h.dim() != 3:
+    if not isinstance(h, Tensor) or h.dim() != 3:
         raise ConfigError(
             f"block {path!r} was not called with a [batch, tokens, width] hidden state: this architecture cannot be "
             "routed; set layers_to_route=[] for adapters that are always on."
@@ -31,7 +31,7 @@ def hidden_states(args: tuple, kwargs: dict[str, Any], path: str) -> torch.Tenso
     return h
 
 
-def real_tokens(mask: Any, shape: Any) -> torch.Tensor | None:
+def real_tokens(mask: Any, shape: Any) -> Tensor | None:
     """[B, T] True on real tokens, from any mask a Transformers model is called with; None = all real."""
     if isinstance(mask, dict):  # one mask per attention type
         mask = mask.get("full_attention", next(iter(mask.values()), None))
@@ -51,7 +51,7 @@ def real_tokens(mask: Any, shape: Any) -> torch.Tensor | None:
     return mask[:, -T:].bool()
 
 
-def expanded_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def expanded_rows(tensor: Tensor, rows: int) -> Tensor:
     """Repeat per-row values for a batch that `generate` widened (beams, several returned sequences)."""
     if tensor.shape[0] == rows or rows % tensor.shape[0] != 0:
         return tensor

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from monkeyjump.routing.granularity import CallInputs, Selection, packed_mask, segments_of, select
 from monkeyjump.tuner.block_inputs import expanded_rows, real_tokens
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
     from monkeyjump.tuner.fast.shared_inputs import Seeds, SharedInput
 
-Decisions = dict[tuple[str, str], torch.Tensor]  # (router, adapter name) -> what was decided for each row
+Decisions = dict[tuple[str, str], Tensor]  # (router, adapter name) -> what was decided for each row
 
 
 @dataclass(eq=False)
@@ -39,8 +40,8 @@ class Generation:
     """One call of `generate`."""
 
     prompt_width: int | None  # padded; None where the prompt goes into an encoder
-    task_ids: torch.Tensor | None = None
-    prompt_lengths: torch.Tensor | None = None
+    task_ids: Tensor | None = None
+    prompt_lengths: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -48,9 +49,9 @@ class MadeAhead:
     """Outputs of projections that read the same tensor, made by the first of them for the others."""
 
     group: SharedInput
-    x: torch.Tensor
+    x: Tensor
     version: int
-    outputs: dict[int, torch.Tensor]
+    outputs: dict[int, Tensor]
 
 
 @dataclass(eq=False)
@@ -58,9 +59,9 @@ class ModelCall:
     """What the top of the model was told in one forward."""
 
     context: RoutingContext
-    labels: torch.Tensor | None = None
-    task_ids: torch.Tensor | None = None
-    prompt_lengths: torch.Tensor | None = None
+    labels: Tensor | None = None
+    task_ids: Tensor | None = None
+    prompt_lengths: Tensor | None = None
     generation: Generation | None = None
     outer: ModelCall | None = None  # the call this one was made in
     wrapped: bool = False  # whether it was opened by PEFT's wrapper, which then closes it
@@ -86,16 +87,16 @@ class BlocksCall:
     kept: Decisions | None = None  # made by an earlier forward of the same generation
     fresh: Decisions = field(default_factory=dict)  # made by this forward
     gates_of: Decisions = field(default_factory=dict)  # of a training forward, for its recomputation
-    counted: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
+    counted: list[tuple[Any, Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
     selections: dict[tuple, Selection] = field(default_factory=dict)
-    masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
     # of the block that runs
     shape: tuple[int, int] = (0, 0)
-    gates: dict[str, torch.Tensor] = field(default_factory=dict)  # by adapter name
-    mask: torch.Tensor | None = None  # real tokens, for learned routers
+    gates: dict[str, Tensor] = field(default_factory=dict)  # by adapter name
+    mask: Tensor | None = None  # real tokens, for learned routers
     slots: Any = None  # MixLoRA: the copies of the rows
     tasks: dict[str, Any] = field(default_factory=dict)  # MoRE: the tasks of the rows, by adapter name
-    queries: torch.Tensor | None = None  # MoA: what its prompt reads
+    queries: Tensor | None = None  # MoA: what its prompt reads
 
     def again(self) -> BlocksCall:
         """The same call for a recomputation: nothing is staged, and what blocks leave is left elsewhere."""
@@ -104,7 +105,7 @@ class BlocksCall:
         again.mask = again.slots = again.queries = None
         return again
 
-    def real_tokens(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor | None:
+    def real_tokens(self, shape: tuple[int, int], device: torch.device) -> Tensor | None:
         """[B, T] True on the real tokens of this forward; None = all."""
         if shape not in self.masks:
             mask = self.inputs(shape, device).mask

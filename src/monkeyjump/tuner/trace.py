@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
@@ -44,16 +44,14 @@ class RoutingTrace:
     """Filled by `record_routing`: the gates of the last forward, and loads summed over all forwards inside."""
 
     def __init__(self) -> None:
-        self._gates: dict[tuple[str, str], torch.Tensor] = {}
-        self._masks: dict[tuple[str, str], torch.Tensor | None] = {}
+        self._gates: dict[tuple[str, str], Tensor] = {}
+        self._masks: dict[tuple[str, str], Tensor | None] = {}
         self._names: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._jumps: dict[tuple[str, str], torch.Tensor] = {}
-        self._weight: dict[tuple[str, str], torch.Tensor] = {}
-        self._tokens: dict[tuple[str, str], torch.Tensor] = {}
+        self._jumps: dict[tuple[str, str], Tensor] = {}
+        self._weight: dict[tuple[str, str], Tensor] = {}
+        self._tokens: dict[tuple[str, str], Tensor] = {}
 
-    def record(
-        self, block: str, adapter: str, names: tuple[str, ...], gates: torch.Tensor, mask: torch.Tensor | None
-    ) -> None:
+    def record(self, block: str, adapter: str, names: tuple[str, ...], gates: Tensor, mask: Tensor | None) -> None:
         key = (block, adapter)
         self._gates[key], self._masks[key], self._names[key] = gates.detach(), mask, names
         real = gates.detach() if mask is None else gates.detach() * mask.unsqueeze(-1).to(gates.device)
@@ -65,11 +63,11 @@ class RoutingTrace:
     def blocks(self) -> list[str]:
         return list(dict.fromkeys(block for block, _ in self._gates))
 
-    def gates(self, block: str, adapter: str | None = None) -> torch.Tensor:
+    def gates(self, block: str, adapter: str | None = None) -> Tensor:
         """Gates of a block in the last forward, [B, T, E]."""
         return self._gates[self._key(block, adapter)]
 
-    def mask(self, block: str, adapter: str | None = None) -> torch.Tensor | None:
+    def mask(self, block: str, adapter: str | None = None) -> Tensor | None:
         """Real tokens of the last forward, [B, T]; None when all were."""
         return self._masks[self._key(block, adapter)]
 

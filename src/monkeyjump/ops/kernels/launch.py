@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
@@ -81,7 +82,7 @@ def _device(args: Iterable[Any]) -> int:
     """Of the first tensor, or the first tuple that begins with one: a tuple may hold none."""
     for arg in args:
         first = arg[0] if type(arg) is tuple else arg
-        if isinstance(first, torch.Tensor):
+        if isinstance(first, Tensor):
             return first.get_device()
     raise ValueError("a kernel needs a tensor")
 

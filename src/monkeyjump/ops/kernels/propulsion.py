@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.partial_sums import new_parts, total
@@ -82,7 +83,7 @@ def scale_backward_kernel(dy, base, offset, gate, dbase, parts, N, O, gate_strid
 _scale, _scale_backward = Launcher(scale_kernel), Launcher(scale_backward_kernel)
 
 
-def scale(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None, every: int) -> torch.Tensor:
+def scale(base: Tensor, offset: Tensor, degree: int, gate: Tensor | None, every: int) -> Tensor:
     """base [N, O], offset [O], gate [N / every, 1] or None."""
     N, O = base.shape
     y = torch.empty_like(base)
@@ -95,8 +96,8 @@ def scale(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Ten
 
 
 def scale_backward(
-    dy: torch.Tensor, base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None, every: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, base: Tensor, offset: Tensor, degree: int, gate: Tensor | None, every: int
+) -> tuple[Tensor, Tensor]:
     """(dbase [N, O], doffset [O] fp32)."""
     N, O = base.shape
     tile = TILES["backward"]

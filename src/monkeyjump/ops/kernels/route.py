@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.kernels.dot import precise_product
 from monkeyjump.ops.kernels.launch import Launcher
@@ -241,7 +242,7 @@ def supported(experts: int) -> bool:
     return experts <= MOST_EXPERTS
 
 
-def token_gates(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
+def token_gates(h: Tensor, centers: Sequence[Tensor], routing: Routing) -> Tensor:
     """h [N, D], E centres [D] -> gates [N, E], fp32."""
     gates = torch.empty(h.shape[0], len(centers), device=h.device, dtype=torch.float32)
     _launch(h, centers, None, (gates, None, None), routing)
@@ -249,13 +250,13 @@ def token_gates(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routi
 
 
 def token_gates_and_sums(
-    h: torch.Tensor,
-    centers: Sequence[torch.Tensor],
-    queries: torch.Tensor | None,
+    h: Tensor,
+    centers: Sequence[Tensor],
+    queries: Tensor | None,
     routing: Routing,
-    sums: Sequence[torch.Tensor],
-    counts: Sequence[torch.Tensor],
-) -> torch.Tensor:
+    sums: Sequence[Tensor],
+    counts: Sequence[Tensor],
+) -> Tensor:
     """Gates [N, E]; writes E sums [D] and counts [] of the tokens that are queries ([N] bool; None: all)."""
     N, D = h.shape
     E, P = len(centers), row_blocks(N, _tile(N, len(centers), True).rows)
@@ -272,10 +273,10 @@ def token_gates_and_sums(
 
 
 def _launch(
-    h: torch.Tensor,
-    centers: Sequence[torch.Tensor],
-    queries: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    h: Tensor,
+    centers: Sequence[Tensor],
+    queries: Tensor | None,
+    outputs: tuple[Tensor, Tensor | None, Tensor | None],
     routing: Routing,
 ) -> None:
     (N, D), E = h.shape, len(centers)

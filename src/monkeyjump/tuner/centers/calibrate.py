@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from monkeyjump.config import MonkeyJumpConfig
@@ -115,7 +115,7 @@ def draw_random_centers(context: RoutingContext, adapter_name: str, seed: int) -
             _set_centers(router, adapter_name, centers, None)
 
 
-def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> torch.Tensor:
+def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> Tensor:
     layers = router.layers[adapter_name]
     width = layers[0].monkeyjump_center[adapter_name].shape[0]
     centers = torch.randn(len(layers), width, generator=_generator(router, seed))
@@ -186,13 +186,13 @@ def _stackable(one: BlockRouter, other: BlockRouter, collector: TokenCollector) 
 
 def _centers_of(
     routers: list[BlockRouter], collector: TokenCollector, seed: int, restarts: int
-) -> list[tuple[torch.Tensor, torch.Tensor | None, list[float]]]:
+) -> list[tuple[Tensor, Tensor | None, list[float]]]:
     """For each block: centres [E, D], mean direction or None, share of the sample nearest to each centre."""
     config, name = collector.config, collector.adapter_name
     experts = len(routers[0].layers[name])
     h_LND = torch.stack([collector.sample(router) for router in routers])
     h_LND = h_LND.to(routers[0].layers[name][0].monkeyjump_center[name].device)
-    means: list[torch.Tensor | None] = [None] * len(routers)
+    means: list[Tensor | None] = [None] * len(routers)
     if config.route_space == "centered":
         means = [ops.features(h, None, normalize=True).mean(0) for h in h_LND]
         h_LND = torch.stack([ops.features(h, mean, normalize=False) for h, mean in zip(h_LND, means, strict=True)])
@@ -210,7 +210,7 @@ def _centers_of(
     return found
 
 
-def _drawn(router: BlockRouter, h: torch.Tensor, collector: TokenCollector, seed: int) -> torch.Tensor:
+def _drawn(router: BlockRouter, h: Tensor, collector: TokenCollector, seed: int) -> Tensor:
     """Centres that are random tokens of the sample, or random vectors."""
     if collector.config.center_init != "random_tokens":
         return _random_centers(router, collector.adapter_name, seed).to(h.device)
@@ -224,7 +224,7 @@ def _generator(router: BlockRouter, seed: int) -> torch.Generator:
 
 
 @torch.no_grad()
-def _set_centers(router: BlockRouter, name: str, centers: torch.Tensor, mean: torch.Tensor | None) -> None:
+def _set_centers(router: BlockRouter, name: str, centers: Tensor, mean: Tensor | None) -> None:
     """Write the centres and start the schedule at zero."""
     for layer, center in zip(router.layers[name], centers, strict=True):
         layer.monkeyjump_center[name].copy_(_same_on_all_ranks(center.to(layer.monkeyjump_center[name].device)))
@@ -236,7 +236,7 @@ def _set_centers(router: BlockRouter, name: str, centers: torch.Tensor, mean: to
     router.blocks.initialized.add(name)
 
 
-def _same_on_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
+def _same_on_all_ranks(tensor: Tensor) -> Tensor:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         tensor = tensor.contiguous()

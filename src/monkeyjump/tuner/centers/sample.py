@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from monkeyjump.config import MonkeyJumpConfig
@@ -41,7 +41,7 @@ class Reservoir:
     def __len__(self) -> int:
         return self._keys.shape[0]
 
-    def offer(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def offer(self, count: int) -> tuple[Tensor, Tensor]:
         """Which of `count` new items are kept, and in which slots."""
         size = len(self)
         keys = torch.cat([self._keys, torch.rand(count, dtype=torch.float64, generator=self._generator)])
@@ -65,8 +65,8 @@ class _Placed:
     """What a batch gives to the sample of every block of a group, on one device."""
 
     selection: Selection
-    rows: torch.Tensor  # of the flat states, [n]
-    slots: torch.Tensor  # of the sample, [n]
+    rows: Tensor  # of the flat states, [n]
+    slots: Tensor  # of the sample, [n]
 
 
 class TokenCollector:
@@ -77,18 +77,18 @@ class TokenCollector:
         self.config = config
         self.capacity = capacity
         self.seed = seed
-        self.labels: torch.Tensor | None = None
-        self.tokens: dict[str, torch.Tensor] = {}  # block path -> [capacity, D]
+        self.labels: Tensor | None = None
+        self.tokens: dict[str, Tensor] = {}  # block path -> [capacity, D]
         self.reservoirs: dict[int, Reservoir] = {}
-        self._picks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._picks: dict[int, tuple[Tensor, Tensor]] = {}
         self._placed: dict[tuple, _Placed] = {}
 
-    def next_batch(self, labels: torch.Tensor | None) -> None:
+    def next_batch(self, labels: Tensor | None) -> None:
         self.labels = labels
         self._picks = {}
         self._placed = {}
 
-    def observe(self, router: BlockRouter, h: torch.Tensor, call: BlocksCall) -> None:
+    def observe(self, router: BlockRouter, h: Tensor, call: BlocksCall) -> None:
         if self.adapter_name not in router.layers:
             return
         placed = self._place(router.blocks, h, call)
@@ -103,7 +103,7 @@ class TokenCollector:
         # without a copy where the sample lies beside the model: the slots are there already
         store.index_copy_(0, placed.slots.to(store.device), states.to(store.device))
 
-    def _place(self, blocks: BlockList, h: torch.Tensor, call: BlocksCall) -> _Placed:
+    def _place(self, blocks: BlockList, h: Tensor, call: BlocksCall) -> _Placed:
         """Selection and picks are those of the batch: blocks after the first of a group on a device look them up."""
         shape = (h.shape[0], h.shape[1])
         key = (id(blocks), shape, h.device)
@@ -116,11 +116,11 @@ class TokenCollector:
             self._placed[key] = _Placed(selection, _sent(rows, h.device), _sent(slots, h.device))
         return self._placed[key]
 
-    def sample(self, router: BlockRouter) -> torch.Tensor:
+    def sample(self, router: BlockRouter) -> Tensor:
         """The kept states of a block, [N, D]."""
         return self.tokens[router.path][: len(self.reservoirs[id(router.blocks)])]
 
-    def _allocate(self, blocks: BlockList, h: torch.Tensor, dtype: torch.dtype) -> None:
+    def _allocate(self, blocks: BlockList, h: Tensor, dtype: torch.dtype) -> None:
         """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time."""
         paths = [router.path for router in blocks.routers.values() if self.adapter_name in router.layers]
         shape = (len(paths), self.capacity, h.shape[-1])
@@ -130,7 +130,7 @@ class TokenCollector:
     def full(self) -> bool:
         return bool(self.reservoirs) and all(r.seen >= OVERSAMPLE * self.capacity for r in self.reservoirs.values())
 
-    def _pick(self, blocks: BlockList, queries: torch.Tensor | None, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pick(self, blocks: BlockList, queries: Tensor | None, total: int) -> tuple[Tensor, Tensor]:
         reservoir = self.reservoirs.setdefault(id(blocks), Reservoir(self.capacity, self.seed))
         candidates = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
         entering, slots = reservoir.offer(candidates.shape[0])
@@ -168,13 +168,13 @@ def collect(
 
 def _forward_inputs(base: nn.Module, batch: Any, device: torch.device) -> dict[str, Any]:
     """The tensors of a batch, on the model's device, with as few logits asked for as the model allows."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         batch = {"input_ids": batch}
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"initialize_centers got a batch of type {type(batch).__name__}: batches are dicts of tensors."
         )
-    inputs: dict[str, Any] = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    inputs: dict[str, Any] = {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
     parameters = inspect.signature(base.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         inputs = {k: v for k, v in inputs.items() if k in parameters or k in ("task_ids", "prompt_lengths")}
@@ -210,6 +210,6 @@ def _storage_device(shape: tuple[int, ...], device: torch.device, dtype: torch.d
     return device if math.prod(shape) * dtype.itemsize < free / 2 else torch.device("cpu")
 
 
-def _sent(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _sent(indices: Tensor, device: torch.device) -> Tensor:
     """The indices there. To a GPU from pinned memory: a copy from other memory waits for all work in the queue."""
     return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)

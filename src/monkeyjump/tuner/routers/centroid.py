@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
@@ -21,7 +22,7 @@ class CentroidRouter(BlockRouter):
     def collects(self) -> bool:
         return self.blocks.context.collector is not None
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         collector, trace = self.blocks.context.collector, self.blocks.context.trace
         if collector is not None:
             collector.observe(self, h, call)
@@ -39,7 +40,7 @@ class CentroidRouter(BlockRouter):
                 mask = call.real_tokens(call.shape, h.device)
                 trace.record(self.key, name, self.names[name], gates.expand(*call.shape, -1), mask)
 
-    def _decided(self, name: str, h: torch.Tensor, training: bool, call: BlocksCall) -> torch.Tensor:
+    def _decided(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config, layers = self.configs[name], self.layers[name]
         if config.router == "uniform":
             return uniform_gates(h, len(layers), config)
@@ -54,7 +55,7 @@ class CentroidRouter(BlockRouter):
             call.fresh[self.path, name] = gates[:, -1:]
         return gates
 
-    def _route(self, name: str, h: torch.Tensor, training: bool, call: BlocksCall) -> torch.Tensor:
+    def _route(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config, layers = self.configs[name], self.layers[name]
         centers = [layer.monkeyjump_center[name] for layer in layers]
         if h.shape[-1] != centers[0].shape[0]:
@@ -74,7 +75,7 @@ class CentroidRouter(BlockRouter):
             gates = shuffled_gates(gates, call.real_tokens(call.shape, h.device))
         return gates
 
-    def _task_gates(self, config: MonkeyJumpConfig, experts: int, h: torch.Tensor, call: BlocksCall) -> torch.Tensor:
+    def _task_gates(self, config: MonkeyJumpConfig, experts: int, h: Tensor, call: BlocksCall) -> Tensor:
         task_ids = self._task_ids(call, h)
         if task_ids is None:
             raise ConfigError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
@@ -60,7 +60,7 @@ class LearnedRouterOfBlock(BlockRouter):
                 del self.statements[name, position]
         super().forget(adapter_name)
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         wanted = training or self.blocks.context.trace is not None
         call.mask = call.real_tokens(call.shape, h.device) if wanted else None
         for name in active:
@@ -71,13 +71,13 @@ class LearnedRouterOfBlock(BlockRouter):
             elif not routes_alone(config) and config.learned.router_input == "block":
                 call.gates[name] = self._decide_learned(name, BLOCK, h)
 
-    def after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def after_norm(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         """The gates of routers that read the block's input after its first norm."""
         for name in self.active():
             if self.configs[name].learned.router_input == "norm":
                 self.call().gates[name] = self._decide_learned(name, BLOCK, output)
 
-    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def gate(self, adapter_name: str, position: int, x: Tensor) -> Tensor:
         """The gate of the tokens of x: [..., 1] where the projection is one expert, [..., N] where it holds N."""
         config = self.configs[adapter_name]
         if routes_alone(config):
@@ -86,7 +86,7 @@ class LearnedRouterOfBlock(BlockRouter):
             return super().gate(adapter_name, position, x)
         return self._fitted(self._gates_of(adapter_name), x, adapter_name, position)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> GateColumns | list[torch.Tensor]:
+    def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> GateColumns | list[Tensor]:
         if not routes_alone(self.configs[adapter_name]):
             if self.configs[adapter_name].placement == "block":
                 return super().gate_all(adapter_name, positions, x)
@@ -115,9 +115,7 @@ class LearnedRouterOfBlock(BlockRouter):
     def observes(self, adapter_name: str) -> bool:
         return self.configs[adapter_name].contrastive_weight > 0
 
-    def observe(
-        self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
-    ) -> None:
+    def observe(self, adapter_name: str, position: int, x: Tensor, base: Tensor, gate: Tensor) -> None:
         """Stage the contrastive loss between the experts of one projection."""
         config, layer, call = self.configs[adapter_name], self.layers[adapter_name][position], self.call()
         if config.contrastive_weight == 0 or not layer.training or not self._with_gradients(config, call):
@@ -136,7 +134,7 @@ class LearnedRouterOfBlock(BlockRouter):
         if call.staging:
             self.statements[adapter_name, position].stage_contrastive(loss)
 
-    def _decide_learned(self, name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def _decide_learned(self, name: str, position: int, x: Tensor) -> Tensor:
         """The gates for x by the router of a position, which for a whole block hangs on its first projection."""
         layer = self.layers[name][max(position, 0)]
         config, router = self.configs[name], layer.monkeyjump_router[name]
@@ -151,7 +149,7 @@ class LearnedRouterOfBlock(BlockRouter):
         return decision.gates
 
     def _note(
-        self, name: str, position: int, x: torch.Tensor, decision: LearnedDecision, counted: list[MonkeyJumpLayer]
+        self, name: str, position: int, x: Tensor, decision: LearnedDecision, counted: list[MonkeyJumpLayer]
     ) -> None:
         """What a decision leaves behind: its balance loss, the tokens of its experts, an entry in the trace."""
         call = self.call()
@@ -163,12 +161,7 @@ class LearnedRouterOfBlock(BlockRouter):
 
     @torch.no_grad()
     def _count_tokens(
-        self,
-        name: str,
-        layers: list[MonkeyJumpLayer],
-        chosen: torch.Tensor,
-        mask: torch.Tensor | None,
-        call: BlocksCall,
+        self, name: str, layers: list[MonkeyJumpLayer], chosen: Tensor, mask: Tensor | None, call: BlocksCall
     ) -> None:
         """Tell AdaLoRA's experts, once the forward has finished, how many of the real tokens they got."""
         if call.staging and (self.configs[name].adapter_options or {}).get("score_per_token"):
@@ -183,12 +176,7 @@ class LearnedRouterOfBlock(BlockRouter):
                     call.counted.append((adapter, counts))
 
     def _stage_balance(
-        self,
-        name: str,
-        positions: Sequence[int],
-        decision: LearnedDecision,
-        mask: torch.Tensor | None,
-        call: BlocksCall,
+        self, name: str, positions: Sequence[int], decision: LearnedDecision, mask: Tensor | None, call: BlocksCall
     ) -> None:
         """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
         staging, config = call.staging, self.configs[name]
@@ -216,7 +204,7 @@ class LearnedRouterOfBlock(BlockRouter):
             )
         return torch.is_grad_enabled()
 
-    def _fitted_mask(self, x: torch.Tensor, call: BlocksCall) -> torch.Tensor | None:
+    def _fitted_mask(self, x: Tensor, call: BlocksCall) -> Tensor | None:
         """The mask in the leading shape of x, which may be flattened."""
         mask = call.mask
         if mask is None:
@@ -228,7 +216,7 @@ class LearnedRouterOfBlock(BlockRouter):
             )
         return mask.reshape(x.shape[:-1]).to(x.device)
 
-    def _trace(self, name: str, position: int, gates: torch.Tensor, call: BlocksCall) -> None:
+    def _trace(self, name: str, position: int, gates: Tensor, call: BlocksCall) -> None:
         trace = self.blocks.context.trace
         if trace is not None and not call.recomputing:
             own = self.configs[name].placement == "block"

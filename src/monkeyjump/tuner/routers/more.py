@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
@@ -30,14 +30,14 @@ from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
 class RowTasks:
     """What one forward of a block knows about the tasks of its rows."""
 
-    task_ids: torch.Tensor | None  # int64 [B, 1], or [B, T] for packed rows; None: the nearest
-    weights: torch.Tensor | None  # [B, T], see `row_weights`; None where no state is needed
+    task_ids: Tensor | None  # int64 [B, 1], or [B, T] for packed rows; None: the nearest
+    weights: Tensor | None  # [B, T], see `row_weights`; None where no state is needed
 
 
 class MoreRouter(LearnedRouterOfBlock):
     """The tasks of the rows that enter one block, turned into the ranks that its projections use."""
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         for name in active:
             call.tasks[name] = self._tasks(self.configs[name], h, call)
 
@@ -48,10 +48,10 @@ class MoreRouter(LearnedRouterOfBlock):
             for name in self.layers:
                 call.tasks.pop(name, None)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+    def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> list[Tensor]:
         return [self.gate(adapter_name, position, x) for position in positions]
 
-    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def gate(self, adapter_name: str, position: int, x: Tensor) -> Tensor:
         """The factor on every rank for the rows of x: [B, 1, R], or [B, T, R] for packed rows."""
         call = self.call()
         if adapter_name not in call.tasks:
@@ -71,7 +71,7 @@ class MoreRouter(LearnedRouterOfBlock):
     def observe(self, *args: Any) -> None:
         """Nothing more to learn from a projection's output."""
 
-    def _tasks(self, config: MonkeyJumpConfig, h: torch.Tensor, call: BlocksCall) -> RowTasks:
+    def _tasks(self, config: MonkeyJumpConfig, h: Tensor, call: BlocksCall) -> RowTasks:
         task_ids = self._task_ids(call, h)
         if task_ids is None:
             if call.staging:
@@ -97,9 +97,7 @@ class MoreRouter(LearnedRouterOfBlock):
             weights = row_weights(call.inputs(call.shape, h.device), config.more.task_rep)
         return RowTasks(task_ids.long(), weights)
 
-    def _nearest(
-        self, name: str, position: int, selector: RankSelector, x: torch.Tensor, call: BlocksCall
-    ) -> torch.Tensor:
+    def _nearest(self, name: str, position: int, selector: RankSelector, x: Tensor, call: BlocksCall) -> Tensor:
         """The task of each row by its state, [B, 1]; decided on the prompt, then kept."""
         config, key = self.configs[name], (self._key_of(name, position), name)
         if call.kept is not None and key in call.kept:
@@ -116,7 +114,7 @@ class MoreRouter(LearnedRouterOfBlock):
         call.fresh[key] = task_ids
         return task_ids
 
-    def _row_state(self, name: str, x: torch.Tensor, call: BlocksCall) -> torch.Tensor:
+    def _row_state(self, name: str, x: Tensor, call: BlocksCall) -> Tensor:
         """The state that stands for each row, fp32 [B, D]."""
         weights = call.tasks[name].weights
         assert weights is not None
@@ -132,9 +130,7 @@ class MoreRouter(LearnedRouterOfBlock):
         x = x.masked_fill(~real, 0.0).to(torch.promote_types(x.dtype, torch.float32))
         return torch.einsum("bt,btd->bd", weights.to(x), x)
 
-    def _stage_task_loss(
-        self, name: str, position: int, selector: RankSelector, x: torch.Tensor, call: BlocksCall
-    ) -> None:
+    def _stage_task_loss(self, name: str, position: int, selector: RankSelector, x: Tensor, call: BlocksCall) -> None:
         """Cross-entropy of the row's state against the true task, the authors' contrastive loss."""
         task_ids = call.tasks[name].task_ids
         if not self._with_gradients(self.configs[name], call):
