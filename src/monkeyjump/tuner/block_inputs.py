@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 
@@ -13,11 +13,6 @@ from monkeyjump.errors import ConfigError
 def in_backward() -> bool:
     """Whether this code runs inside a backward pass: gradient checkpointing is recomputing a block."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def recomputed(module: nn.Module) -> bool:
-    """Whether backward runs the forward of this module again: transformers' checkpointing, or torch's wrapper."""
-    return getattr(module, "gradient_checkpointing", False) is True or hasattr(module, "_checkpoint_wrapped_module")
 
 
 def hidden_states(args: tuple, kwargs: dict[str, Any], path: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,14 +36,6 @@ class CalibrationReport:
     tokens_kept: int
     shares: dict[str, list[float]]  # block -> share of the sampled tokens nearest to each centre
 
-    @property
-    def indistinct(self) -> list[str]:
-        """Blocks where some centre is nearest to no token: the states entering them have too few directions.
-
-        Sequence routing meets this at block 0 whenever every prompt ends with the same token.
-        """
-        return [block for block, shares in self.shares.items() if 0 in shares]
-
 
 def initialize_centers(
     model: nn.Module,
@@ -65,11 +58,7 @@ def initialize_centers(
 
     context = require_context(model)
     name, config = _adapter_to_initialize(context, adapter_name)
-    if (
-        config.center_init.startswith("random")
-        and config.center_init != "random_tokens"
-        and config.route_space == "raw"
-    ):
+    if needs_no_data(config):
         draw_random_centers(context, name, seed)
         return CalibrationReport(name, config.center_init, 0, 0, {})
     if dataloader is None:
@@ -105,6 +94,11 @@ def centers_initialized(model: nn.Module, adapter_name: str) -> bool:
     return all(
         int(layer.monkeyjump_step[adapter_name]) >= 0 for layer in layers if adapter_name in layer.monkeyjump_step
     )
+
+
+def needs_no_data(config: MonkeyJumpConfig) -> bool:
+    """Whether the centres are random vectors in the space of the raw tokens."""
+    return config.center_init in ("random", "random_normalized") and config.route_space == "raw"
 
 
 def draw_random_centers(context: RoutingContext, adapter_name: str, seed: int) -> None:
@@ -164,24 +158,17 @@ def _check_sample(collector: TokenCollector, routers: list[BlockRouter]) -> None
 
 
 def _chunks(routers: list[BlockRouter], collector: TokenCollector) -> Iterator[list[BlockRouter]]:
-    """Consecutive blocks that can be clustered together: same sample, width and number of experts, bounded memory."""
-    chunk: list[BlockRouter] = []
-    for router in routers:
-        sample = collector.sample(router)
-        most = max(1, CLUSTERED_AT_ONCE // (sample.numel() * 4))
-        if chunk and (len(chunk) >= most or not _stackable(chunk[0], router, collector)):
-            yield chunk
-            chunk = []
-        chunk.append(router)
-    yield chunk
+    """Consecutive blocks that can be clustered together: same sample, experts and device, bounded memory."""
+    name = collector.adapter_name
 
+    def kind(router: BlockRouter) -> tuple:
+        layers = router.layers[name]
+        return collector.sample(router).shape, len(layers), layers[0].monkeyjump_center[name].device
 
-def _stackable(one: BlockRouter, other: BlockRouter, collector: TokenCollector) -> bool:
-    a, b, name = collector.sample(one), collector.sample(other), collector.adapter_name
-    same_device = (
-        one.layers[name][0].monkeyjump_center[name].device == other.layers[name][0].monkeyjump_center[name].device
-    )
-    return a.shape == b.shape and len(one.layers[name]) == len(other.layers[name]) and same_device
+    for (shape, *_), group in groupby(routers, kind):
+        alike, most = list(group), max(1, CLUSTERED_AT_ONCE // (4 * shape.numel()))
+        for start in range(0, len(alike), most):
+            yield alike[start : start + most]
 
 
 def _centers_of(

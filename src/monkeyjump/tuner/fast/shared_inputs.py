@@ -8,7 +8,6 @@ is drawn once for a forward.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
 from monkeyjump.ops.lowrank import MOST_SEEDS, GateColumns
 from monkeyjump.tuner.call import MadeAhead, ModelCall, running
+from monkeyjump.tuner.module_paths import CROSS_ATTENTION
 from monkeyjump.tuner.recomputation import refuse_unknown_recomputation
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ SIBLINGS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-# Cross-attention reads its keys and values from elsewhere than its queries.
-CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
 
 
 class SharedInput:

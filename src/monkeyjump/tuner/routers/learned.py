@@ -132,7 +132,7 @@ class LearnedRouterOfBlock(BlockRouter):
             x, base, used = x[picked], base[picked], used[picked]
         loss = contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
         if call.staging:
-            self.statements[adapter_name, position].stage_contrastive(loss)
+            self.statements[adapter_name, position].contrastive = loss
 
     def _decide_learned(self, name: str, position: int, x: Tensor) -> Tensor:
         """The gates for x by the router of a position, which for a whole block hangs on its first projection."""
@@ -179,19 +179,17 @@ class LearnedRouterOfBlock(BlockRouter):
         self, name: str, positions: Sequence[int], decision: LearnedDecision, mask: Tensor | None, call: BlocksCall
     ) -> None:
         """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
-        staging, config = call.staging, self.configs[name]
-        statements, shape = [self.statements[name, position] for position in positions], (len(positions), -1)
+        config, shape, probability = self.configs[name], (len(positions), -1), None
         if config.learned.aux_loss_weight > 0 and self._with_gradients(config, call):
             load, probability = load_and_probability(decision, mask)
-            if staging:
-                own = zip(statements, load.view(shape).unbind(), probability.view(shape).unbind(), strict=True)
-                for statement, f, p in own:
-                    statement.stage_balance(f, p)
-        elif staging:
+        elif call.staging:
             with torch.no_grad():
-                load = load_and_probability(decision, mask)[0]
-            for statement, f in zip(statements, load.view(shape).unbind(), strict=True):
-                statement.stage_load(f)
+                load, _ = load_and_probability(decision, mask)
+        if call.staging:
+            shares = [None] * len(positions) if probability is None else probability.view(shape).unbind()
+            for position, f, p in zip(positions, load.view(shape).unbind(), shares, strict=True):
+                statement = self.statements[name, position]
+                statement.load, statement.probability = f.detach(), p
 
     def _with_gradients(self, config: MonkeyJumpConfig, call: BlocksCall) -> bool:
         """Whether a loss on this pass can be trained; reentrant checkpointing hides the first pass from autograd."""

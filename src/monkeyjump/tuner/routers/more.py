@@ -138,7 +138,7 @@ class MoreRouter(LearnedRouterOfBlock):
         logits = selector.task_logits(self._row_state(name, x, call))
         loss = F.cross_entropy(logits, task_ids.squeeze(1).to(logits.device))
         if call.staging:
-            self.statements[name, position].stage_contrastive(loss)
+            self.statements[name, position].contrastive = loss
 
     def _say_so(self, name: str) -> None:
         if name not in self.blocks.told and not torch.compiler.is_compiling():

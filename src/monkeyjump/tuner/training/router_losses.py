@@ -27,16 +27,6 @@ class Statement:
     probability: Tensor | None = None  # mean probability of each expert, [N]
     contrastive: Tensor | None = None
 
-    def stage_load(self, load: Tensor) -> None:
-        self.load = load.detach()
-
-    def stage_balance(self, load: Tensor, probability: Tensor) -> None:
-        self.stage_load(load)
-        self.probability = probability
-
-    def stage_contrastive(self, loss: Tensor) -> None:
-        self.contrastive = loss
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model has nothing of a forward that was interrupted."""
         return {**vars(self), "load": None, "probability": None, "contrastive": None}
