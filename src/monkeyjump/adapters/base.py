@@ -7,12 +7,12 @@ from dataclasses import Field
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_options import ADAPTER_OPTIONS
 from monkeyjump.config_rules import value_problems
-from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.ops.precision import Fp32Module
 from monkeyjump.registry import ADAPTERS as ALL_ADAPTERS
 from monkeyjump.registry import Registry, did_you_mean
 
@@ -43,7 +43,7 @@ class BaseLinear(Protocol):
         """[O], detached."""
 
 
-class Adapter(nn.Module):
+class Adapter(Fp32Module):
     """The delta of one expert on one projection.
 
     A subclass creates its tensors in `__init__` (fp32; a frozen one as a persistent buffer) and fills them in
@@ -125,9 +125,6 @@ class Adapter(nn.Module):
         """
         losses = [loss for adapter in adapters if (loss := adapter.auxiliary_loss()) is not None]
         return (torch.stack(losses).sum(), len(losses)) if losses else None
-
-    def _apply(self, fn, recurse=True):
-        return super()._apply(at_least_fp32(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

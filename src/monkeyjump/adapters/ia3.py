@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-import torch
 import torch.nn.functional as F
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from monkeyjump.adapters.base import Adapter, BaseLinear, Gate, register
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_rules import setting
+from monkeyjump.ops.precision import fp32_parameter
 
 _NAMED = {name for names in TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.values() for name in names}
 # "mlp.c_proj" (GPT-2) also covers "c_proj" (GPT-Neo), which alone would take GPT-2's attention output for one.
@@ -46,9 +46,7 @@ class Ia3Adapter(Adapter):
     ) -> None:
         super().__init__(in_features, out_features, config)
         self.linear = linear
-        self.ia3_offset = nn.Parameter(
-            torch.empty(out_features if linear is None else in_features, dtype=torch.float32)
-        )
+        self.ia3_offset = fp32_parameter(out_features if linear is None else in_features)
         self.reset_parameters()
 
     @classmethod
@@ -100,9 +98,6 @@ class Ia3Mixture(Ia3Adapter):
         if self.linear is None:
             return base.unsqueeze(-2) * self.ia3_offset
         return F.linear((x.unsqueeze(-2) * self.ia3_offset).to(x.dtype), self.linear.weight().to(x.dtype))
-
-    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
 Ia3Adapter.mixture = Ia3Mixture

@@ -67,9 +67,6 @@ class _Experts(LoraAdapter):
     def _up(self, dtype: torch.dtype) -> Tensor:
         return self.B.to(dtype).unflatten(-1, (self.experts, -1))
 
-    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
-
 
 class LoraMixture(_Experts):
     """MoELoRA, MoLA: every expert has an A and a B."""
@@ -99,10 +96,6 @@ class _SharedA(_Experts):
         spread = (gates.unsqueeze(-1) * (z * self.scaling).unsqueeze(-2)).flatten(-2)
         return F.linear(spread.to(z.dtype), self.B.to(z.dtype))
 
-    def down(self, x: Tensor) -> Tensor:
-        dropped = F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x
-        return F.linear(dropped, self.A.to(x.dtype))
-
     def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         z = F.linear(x, self.A.to(x.dtype)) * self.scaling
         return torch.einsum("...r,onr->...no", z, self._up(x.dtype))
@@ -114,12 +107,6 @@ class HydraMixture(_SharedA):
 
 class HydraFaMixture(_SharedA, LoraFaAdapter):
     """A is frozen."""
-
-    def down(self, x: Tensor) -> Tensor:
-        if not self.training or self.dropout == 0:
-            return F.linear(x, self.A.to(x.dtype))
-        seed = torch.randint(2**31, (), device=x.device)
-        return ops.SeededDropoutLinear.apply(x, self.A, seed, self.dropout)
 
 
 class PropulsionMixture(PropulsionAdapter):
@@ -140,9 +127,6 @@ class PropulsionMixture(PropulsionAdapter):
 
     def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         return base.unsqueeze(-2) * ops.power_minus_one(self.offset, self.degree)
-
-    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
 # Not in the registry of adapters: what a user names is the kind of one expert.

@@ -16,6 +16,7 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_rules import integer
 from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
+from monkeyjump.ops.precision import fp32_parameter
 
 
 @register
@@ -28,7 +29,7 @@ class PropulsionAdapter(Adapter):
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
         self.degree: int = self.option("degree", config)
-        self.offset = nn.Parameter(torch.empty(out_features, dtype=torch.float32))
+        self.offset = fp32_parameter(out_features)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -24,6 +24,7 @@ from monkeyjump.adapters.base import Adapter, BaseLinear, Gate, register
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_rules import is_int, is_number, setting
 from monkeyjump.ops import reference as ops
+from monkeyjump.ops.precision import fp32_parameter
 
 Key = tuple[int, int, int, int, torch.device, torch.dtype]
 _SHARED: weakref.WeakValueDictionary[Key, Tensor] = weakref.WeakValueDictionary()
@@ -62,8 +63,8 @@ class VeraAdapter(Adapter):
         self.dropout = config.dropout
         self.d_initial = float(self.option("d_initial", config))
         self.seed = int(self.option("projection_seed", config))
-        self.lambda_d = nn.Parameter(torch.empty(config.r, dtype=torch.float32))
-        self.lambda_b = nn.Parameter(torch.empty(out_features, dtype=torch.float32))
+        self.lambda_d = fp32_parameter(config.r)
+        self.lambda_b = fp32_parameter(out_features)
         self.held: tuple[Tensor, Tensor] | None = None
         self.reset_parameters()
 
@@ -118,9 +119,6 @@ class VeraMixture(VeraAdapter):
         """What every expert alone would add for the tokens x [S, D], without its gate and dropout: [S, N, O]."""
         A_T, B = self.projections(x.device, x.dtype)
         return ((x @ A_T).unsqueeze(-2) * self.lambda_d).to(x.dtype) @ B.T * self.lambda_b
-
-    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
 VeraAdapter.mixture = VeraMixture

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def at_least_fp32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Let `model.to(...)` move a tensor, but never round it below fp32 (adapters and routers are stored in fp32)."""
+class Fp32Module(nn.Module):
+    """A module whose tensors `model.to(...)` moves but never rounds below fp32: adapters and routers are stored so."""
 
-    def apply(tensor: Tensor) -> Tensor:
-        result = fn(tensor)
-        if result.is_floating_point() and result.dtype not in (torch.float32, torch.float64):
-            return tensor.to(result.device)
-        return result
+    def _apply(self, fn, recurse=True):
+        def move(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            narrow = result.is_floating_point() and result.dtype not in (torch.float32, torch.float64)
+            return tensor.to(result.device) if narrow else result
 
-    return apply
+        return super()._apply(move, recurse)
+
+
+def fp32_parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
 
 
 class PreciseLinear(torch.autograd.Function):

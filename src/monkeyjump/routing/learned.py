@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
-from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.ops.precision import Fp32Module, fp32_parameter
 from monkeyjump.ops.router_logits import router_linear, router_logits
 
 
@@ -28,7 +28,7 @@ class LearnedDecision:
     per_token: int | None = None  # experts that every token uses; None where that depends on the token
 
 
-class LearnedRouter(nn.Module):
+class LearnedRouter(Fp32Module):
     """Gates of N experts for every token it is shown.
 
     router="linear": softmax(W x), no bias. router="sigmoid": sigmoid of W x + b, or of a SwiGLU layer of width 4 N
@@ -42,13 +42,13 @@ class LearnedRouter(nn.Module):
         self.width, self.experts = width, experts
         self.sigmoid = config.router == "sigmoid"
         hidden = 4 * experts if config.sigmoid.router_hidden == "swiglu" else None
-        self.weight = _parameter(experts, width if hidden is None else hidden)
-        self.bias = _parameter(experts) if self.sigmoid else None
+        self.weight = fp32_parameter(experts, width if hidden is None else hidden)
+        self.bias = fp32_parameter(experts) if self.sigmoid else None
         if hidden is not None:
-            self.hidden_gate, self.hidden_gate_bias = _parameter(hidden, width), _parameter(hidden)
-            self.hidden_up, self.hidden_up_bias = _parameter(hidden, width), _parameter(hidden)
+            self.hidden_gate, self.hidden_gate_bias = fp32_parameter(hidden, width), fp32_parameter(hidden)
+            self.hidden_up, self.hidden_up_bias = fp32_parameter(hidden, width), fp32_parameter(hidden)
         if config.sigmoid.threshold is not None:
-            self.threshold, self.threshold_bias = _parameter(1, width), _parameter(1)
+            self.threshold, self.threshold_bias = fp32_parameter(1, width), fp32_parameter(1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -103,9 +103,6 @@ class LearnedRouter(nn.Module):
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(ops.EPS)
         per_token = min(config.top_k or self.experts, self.experts) if config.sigmoid.threshold is None else None
         return LearnedDecision(gates, p, chosen, per_token)
-
-    def _apply(self, fn, recurse=True):
-        return super()._apply(at_least_fp32(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.config.router}, width={self.width}, experts={self.experts}"
@@ -162,7 +159,3 @@ def balance_loss(load: Tensor, probability: Tensor, top_k: int, norm: str) -> Te
 
 def _around_one(like: Tensor, width: float) -> Tensor:
     return torch.empty_like(like).uniform_(1 - width, 1 + width)
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.ops.precision import Fp32Module, fp32_parameter
 
 TEMPERATURE = 0.05  # of the cosines in the task loss, the authors' value
 EMBEDDING_STD = 0.01
@@ -25,14 +25,12 @@ def rank_weights(r: int, rank_scale: str, device: torch.device | None = None) ->
     return {"code": share.square(), "linear": share, "none": torch.ones_like(share)}[rank_scale]
 
 
-class RankSelector(nn.Module):
+class RankSelector(Fp32Module):
     """Task embeddings [K, W] and the layer that chooses a number of ranks for each; kept and computed in fp32."""
 
     def __init__(self, tasks: int, width: int, r: int, rank_scale: str) -> None:
         super().__init__()
-        self.tasks = nn.Parameter(torch.empty(tasks, width, dtype=torch.float32))
-        self.weight = nn.Parameter(torch.empty(r, width, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(r, dtype=torch.float32))
+        self.tasks, self.weight, self.bias = fp32_parameter(tasks, width), fp32_parameter(r, width), fp32_parameter(r)
         self.rank_scale = rank_scale
         self.reset_parameters()
 
@@ -69,9 +67,6 @@ class RankSelector(nn.Module):
     def task_logits(self, h: Tensor) -> Tensor:
         """Cosine of a pooled state h [..., W] with every task embedding, over the temperature: [..., K]."""
         return F.normalize(h.to(self.tasks.dtype), dim=-1) @ F.normalize(self.tasks, dim=-1).T / TEMPERATURE
-
-    def _apply(self, fn, recurse=True):
-        return super()._apply(at_least_fp32(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"tasks={self.tasks.shape[0]}, width={self.tasks.shape[1]}, r={self.bias.shape[0]}"

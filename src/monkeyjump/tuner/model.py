@@ -18,8 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from monkeyjump.adapters import ADAPTERS, Adapter
-from monkeyjump.adapters.parallel import ParallelBottleneck
-from monkeyjump.adapters.prompt import AttentionPrompt
+from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedRouter

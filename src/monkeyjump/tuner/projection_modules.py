@@ -7,8 +7,7 @@ from torch import nn
 from monkeyjump.adapters import ADAPTERS, Adapter
 from monkeyjump.adapters.base import BaseLinear
 from monkeyjump.adapters.mixture import mixture_of
-from monkeyjump.adapters.parallel import ParallelBottleneck
-from monkeyjump.adapters.prompt import AttentionPrompt
+from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.more_ranks import RankSelector
