@@ -34,7 +34,6 @@ from monkeyjump.ops.lowrank import (
     new_seed,
     rank_gradients,
     rows_of,
-    with_diagonal,
 )
 from monkeyjump.ops.registration import composed
 
@@ -136,9 +135,9 @@ class _GroupedLora(torch.autograd.Function):
             dx, sums = products.down_backward(dys, x, dz, partial, weights, As, seed, p, with_dx)
         found = _split_like(sums, Bs if x is None else [*Bs, *As])
         dBs, dAs, ddiagonals = found[: len(Bs)], found[len(Bs) :] or [None] * len(As), []
-        if diagonals:
-            pairs = [with_diagonal(*given) for given in zip(dBs, Bs, diagonals, strict=True)]
-            dBs, ddiagonals = [dB for dB, _ in pairs], [ddiagonal for _, ddiagonal in pairs]
+        if diagonals:  # y depends on B and the diagonal by their product alone
+            ddiagonals = [(dB * B).sum(0) for dB, B in zip(dBs, Bs, strict=True)]
+            dBs = [dB * diagonal for dB, diagonal in zip(dBs, diagonals, strict=True)]
         own = (*dAs, *dBs, *dgates, *ddiagonals)
         dbase = grads[0] if ctx.needs_input_grad[1] else None
         return dx.view(ctx.shape) if with_dx else None, dbase, None, None, None, None, *own
@@ -150,21 +149,10 @@ _apply = super(torch.autograd.Function, _GroupedLora).apply
 
 @composed("grouped_lora_products")
 def grouped_lora_op(
-    x: Tensor,
-    base: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    As: list[Tensor],
-    Bs: list[Tensor],
-    gates: list[Tensor],
-    diagonals: list[Tensor],
-    seed: Tensor | None,
-    p: float,
-    scale: float,
-    places: Places,
-    trained: bool,
-    gated: bool,
-) -> list[Tensor]:
+    x: Tensor, base: Tensor | None, weights: list[Tensor], biases: list[Tensor | None], As: list[Tensor],
+    Bs: list[Tensor], gates: list[Tensor], diagonals: list[Tensor], seed: Tensor | None, p: float, scale: float,
+    places: Places, trained: bool, gated: bool,
+) -> list[Tensor]:  # fmt: skip
     """M of y [..., O]; `trained`: A has a gradient; `gated`: the gates have one."""
     settings = p, scale, places, trained, gated, len(gates)
     own = (*As, *Bs, *gates, *diagonals)

@@ -126,13 +126,6 @@ class Frozen:
         return self.weights[0].split_with_sizes(widths), biases
 
 
-def with_diagonal(dB: Tensor, B: Tensor, diagonal: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(dB, ddiagonal) from the dB [O, C] for a diagonal of ones: y depends on B and diagonal by their product alone."""
-    if diagonal is None:
-        return dB, None
-    return dB * diagonal, (dB * B).sum(0)
-
-
 def rank_gradients(t: Tensor, z: Tensor, strengths: Strengths, gated: bool) -> tuple[Tensor, list[Tensor | None]]:
     """(dz [N, M * R], M of dgate [N / every, G]) from t = dy B [N, M * C] and z [N, M * R]; gated: gates have one."""
     M = len(strengths.gates)

@@ -62,15 +62,9 @@ def _(h, centers, top_k, temperature, renormalize):
 
 @registered("fused_gates_into", mutates=("sums", "counts"))
 def gates_into_op(
-    h: Tensor,
-    centers: list[Tensor],
-    queries: Tensor | None,
-    sums: list[Tensor],
-    counts: list[Tensor],
-    ks: list[int],
-    temperature: float,
-    flags: list[bool],
-) -> Tensor:
+    h: Tensor, centers: list[Tensor], queries: Tensor | None, sums: list[Tensor], counts: list[Tensor], ks: list[int],
+    temperature: float, flags: list[bool],
+) -> Tensor:  # fmt: skip
     """Gates [N, E]; sums [D] and counts [] of the tokens that each centre will follow are written where they belong."""
     (top_k, member_k), (renormalize, unit) = ks, flags
     settings = Routing(top_k, temperature, renormalize, member_k, unit)

@@ -111,7 +111,7 @@ def up_backward(
 ) -> tuple[Tensor, Tensor]:
     """(t = dy B of every projection, [N, M * C] fp32, times s if asked; the partial sums of all dB [O, C]).
 
-    The dB are those of a diagonal of ones: `lowrank.with_diagonal` makes of them the true ones and the diagonal's.
+    The dB are those of a diagonal of ones: `gated_lora` makes of them the true ones and the diagonal's.
     """
     N, M, C, Os = z.shape[0], len(Bs), Bs[0].shape[1], tuple(B.shape[0] for B in Bs)
     t = torch.empty(N, M * C, device=z.device, dtype=torch.float32)
