@@ -70,7 +70,7 @@ class SharedInput:
                 ahead.group.apart = True  # its other members read something else, or were not called
         alone = self.apart or call is None or len(self.members) == 1
         members = [layer] if alone else self.members
-        if not self._computable(members, x.dtype):
+        if not all(_computable(member, self.adapter_name, x.dtype) for member in members):
             return None
         ys = self._outputs(x, members, self.seed(x.device))
         if ys is None or alone or call is None:
@@ -118,11 +118,8 @@ class SharedInput:
         weights: list[Any] = [getattr(member.base_layer, "weight", None) for member in self.members]
         usable = all(isinstance(weight, Tensor) and dispatch.uses_kernels(weight) for weight in weights)
         alike = usable and len({weight.dtype for weight in weights}) == 1 and not self.apart
-        alike = alike and self._computable(self.members, weights[0].dtype)
+        alike = alike and all(_computable(member, self.adapter_name, weights[0].dtype) for member in self.members)
         self.traceable = alike and (len(self.members) == 1 or self._together() is not None)
-
-    def _computable(self, members: Iterable[MonkeyJumpLayer], dtype: torch.dtype) -> bool:
-        return all(_computable(member, self.adapter_name, dtype) for member in members)
 
     def _outputs(self, x: Tensor, members: list[MonkeyJumpLayer], seed: Tensor | None) -> tuple[Tensor, ...] | None:
         """The outputs of some members; None if their gates do not fit together."""

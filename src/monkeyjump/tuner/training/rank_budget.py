@@ -50,14 +50,11 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
         now = int(adapters[0].allocations) if step is None else step
         ranks = sum(adapter.diagonal.shape[0] for adapter in adapters)
         budget = rank_budget(now, ranks // config.r, config)  # every expert of a mixture counts as one
-        if budget < ranks and (now % _option("deltaT", config) == 0 or _in_final_phase(now, config)):
+        # once the budget has reached its target, it must hold even if no `deltaT`-th step comes any more
+        final = now >= _option("total_step", config) - _option("tfinal", config)
+        if budget < ranks and (final or now % _option("deltaT", config) == 0):
             _keep_most_important(adapters, budget)
     return budget
-
-
-def _in_final_phase(step: int, config: MonkeyJumpConfig) -> bool:
-    """Whether the budget has reached its target, which must hold then even if no `deltaT`-th step comes any more."""
-    return step >= _option("total_step", config) - _option("tfinal", config)
 
 
 def _option(name: str, config: MonkeyJumpConfig) -> Any:
@@ -80,8 +77,5 @@ def _keep_most_important(adapters: list[AdaLoraAdapter], budget: int) -> None:
     scores = torch.cat([adapter.importance() for adapter in adapters])
     keep = torch.zeros_like(scores, dtype=torch.bool)
     keep[torch.topk(scores, budget).indices] = True
-    start = 0
-    for adapter in adapters:
-        rank = adapter.diagonal.shape[0]
-        adapter.diagonal.mul_(keep[start : start + rank])
-        start += rank
+    for adapter, kept in zip(adapters, keep.split([len(adapter.diagonal) for adapter in adapters]), strict=True):
+        adapter.diagonal.mul_(kept)
