@@ -9,7 +9,7 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.ops import reference as ops
-from monkeyjump.routing.ema import committed
+from monkeyjump.routing.centroid import committed
 from monkeyjump.routing.granularity import CallInputs, select
 from monkeyjump.routing.kmeans import spherical_kmeans
 from tests.helpers import (

@@ -1,11 +1,14 @@
 """The centroid router: tokens against one centre per projection, no parameters and no gradients.
 
-Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
+Centres follow the tokens: statistics are staged by one training forward and committed by the next.
+
+Shapes: B batch, T tokens, D hidden width, E routed projections of the block, P projections of all blocks together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,3 +105,20 @@ def task_gates(task_ids: Tensor, experts: int, config: MonkeyJumpConfig) -> Tens
     else:
         expert = torch.tensor(config.task_experts, device=task_ids.device)[task_ids]
     return torch.nn.functional.one_hot(expert.long(), experts).float()
+
+
+def is_due(step: Any, config: MonkeyJumpConfig) -> Any:
+    """Whether the centres follow what the `step`-th training forward has staged."""
+    return (step > 0) & (step % config.ema_interval == 0) & (step <= config.ema_stop)
+
+
+@torch.no_grad()
+def committed(centers: Tensor, sums: Tensor, counts: Tensor, step: Tensor, config: MonkeyJumpConfig) -> Tensor:
+    """The centres [P, D] after `step` training forwards, given what the last of them staged.
+
+    c <- beta c + (1 - beta) mean, on every `ema_interval`-th forward up to `ema_stop`; a centre that no token was
+    routed to stays. There is no branch on the step, which lives on the device.
+    """
+    moves = is_due(step, config) & (counts > 0)
+    mean = sums / counts.clamp_min(1).unsqueeze(-1)
+    return torch.where(moves.unsqueeze(-1), config.ema_momentum * centers + (1 - config.ema_momentum) * mean, centers)

@@ -2,7 +2,7 @@
 
 Kept and computed in fp32 whatever the model's dtype; gradients flow to the router and to its input.
 
-Shapes: D width of the input, N experts, H hidden width; `...`: any leading shape, mostly [B, T].
+Shapes: D width of the input, N experts, H hidden width, S sampled tokens, O output width; `...`: any leading shape.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
 from monkeyjump.ops.precision import Fp32Module, fp32_parameter
 from monkeyjump.ops.router_logits import router_linear, router_logits
+
+# The contrastive loss of MoELoRA is in a form of ours (InfoNCE): the paper's formula, temperature and weight could not
+# be read. Outputs of one expert are each other's positives, outputs of the others their negatives.
+SAMPLE = 256  # expert outputs compared per router, since every pair is compared
+TEMPERATURE = 0.1
+EPS = 1e-4  # length below which an output has no direction: all of them at the start, where B is zero
 
 
 @dataclass
@@ -159,3 +165,30 @@ def balance_loss(load: Tensor, probability: Tensor, top_k: int, norm: str) -> Te
 
 def _around_one(like: Tensor, width: float) -> Tensor:
     return torch.empty_like(like).uniform_(1 - width, 1 + width)
+
+
+def sample_tokens(tokens: int, experts: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Random positions among the flattened real tokens, [S]; None where all of them are few enough."""
+    wanted = max(2, SAMPLE // experts)
+    if tokens <= wanted:
+        return None
+    keys = torch.rand(tokens, device=device)
+    if mask is not None:
+        keys = keys + mask.flatten()
+    return keys.topk(wanted).indices
+
+
+def contrastive_loss(outputs: Tensor, used: Tensor) -> Tensor:
+    """outputs [S, N, O] and whether each was used, [S, N]: the mean over used outputs that have a positive."""
+    experts = outputs.shape[1]
+    flat = outputs.flatten(0, 1).float()
+    unit = flat / (flat.square().sum(-1, keepdim=True) + EPS**2).sqrt()
+    used = used.flatten()
+    expert = torch.arange(experts, device=flat.device).repeat(outputs.shape[0])
+    other = ~torch.eye(flat.shape[0], dtype=torch.bool, device=flat.device) & used
+    logits = (unit @ unit.T / TEMPERATURE).masked_fill(~other, -1e9)
+    positive = other & (expert.unsqueeze(0) == expert.unsqueeze(1))
+    positives = positive.sum(-1)
+    log_p = (torch.log_softmax(logits, dim=-1) * positive).sum(-1) / positives.clamp_min(1)
+    anchors = used & (positives > 0)
+    return -(log_p * anchors).sum() / anchors.sum().clamp_min(1)

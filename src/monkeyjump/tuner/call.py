@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from monkeyjump.routing.granularity import CallInputs, Selection, packed_mask, segments_of, select
+from monkeyjump.routing.granularity import CallInputs, Selection, segments_of, select
 from monkeyjump.tuner.block_inputs import expanded_rows, real_tokens
 
 if TYPE_CHECKING:
@@ -131,9 +131,8 @@ class BlocksCall:
         segments = segments_of(positions, seq_idx)
         if segments is not None and segments.shape != shape:
             segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
-        packed = packed_mask(seq_idx) if segments is not None else None
-        if packed is not None:
-            mask = packed if mask is None else mask & packed
+        if segments is not None and seq_idx is not None:
+            mask = seq_idx >= 0 if mask is None else mask & (seq_idx >= 0)
         labels, lengths = arguments.get("labels"), self.call.prompt_lengths
         has_answers = context.causal and (labels is None or labels.shape == shape)
         per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops.lowrank import GateColumns
+from monkeyjump.routing import learned
 from monkeyjump.routing.centroid import uniform_gates
-from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
-from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
+from monkeyjump.routing.learned import LearnedDecision
 from monkeyjump.tuner.call import BlocksCall
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
@@ -93,7 +93,7 @@ class LearnedRouterOfBlock(BlockRouter):
             wide = self.gate(adapter_name, positions[0], x)  # the experts of every projection have the same gates
             return GateColumns(wide, (0,) * len(positions), wide.shape[-1])
         routers: list[Any] = [self.layers[adapter_name][p].monkeyjump_router[adapter_name] for p in positions]
-        decision = decide_together(routers, x)
+        decision = learned.decide_together(routers, x)
         if decision is None:
             return [self.gate(adapter_name, position, x) for position in positions]
         if self.layers[adapter_name][positions[0]].training:
@@ -127,10 +127,10 @@ class LearnedRouterOfBlock(BlockRouter):
         mask = self._fitted_mask(x, call)
         if mask is not None:
             used = used & mask.flatten().unsqueeze(-1)
-        picked = sample_tokens(x.shape[0], experts, mask, x.device)
+        picked = learned.sample_tokens(x.shape[0], experts, mask, x.device)
         if picked is not None:
             x, base, used = x[picked], base[picked], used[picked]
-        loss = contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
+        loss = learned.contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
         if call.staging:
             self.statements[adapter_name, position].contrastive = loss
 
@@ -181,10 +181,10 @@ class LearnedRouterOfBlock(BlockRouter):
         """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
         config, shape, probability = self.configs[name], (len(positions), -1), None
         if config.learned.aux_loss_weight > 0 and self._with_gradients(config, call):
-            load, probability = load_and_probability(decision, mask)
+            load, probability = learned.load_and_probability(decision, mask)
         elif call.staging:
             with torch.no_grad():
-                load, _ = load_and_probability(decision, mask)
+                load, _ = learned.load_and_probability(decision, mask)
         if call.staging:
             shares = [None] * len(positions) if probability is None else probability.view(shape).unbind()
             for position, f, p in zip(positions, load.view(shape).unbind(), shares, strict=True):
