@@ -108,7 +108,10 @@ class AdaLoraAdapter(LoraAdapter):
         for adapter in adapters:
             alike = stacks.setdefault((adapter.experts, adapter.A.shape[0] // adapter.experts), {})
             for factor, wide in ((adapter.A, True), (adapter.B, False)):
-                alike.setdefault((factor.shape, wide), []).append(_whole(factor))
+                alike.setdefault((factor.shape, wide), []).append(
+                    # a factor may be sharded over ranks (FSDP, outside the forward of its block)
+                    factor.full_tensor() if hasattr(factor, "full_tensor") else factor
+                )
         totals = []
         for (experts, ranks), alike in stacks.items():
             eye = torch.eye(ranks, device=adapters[0].A.device, dtype=adapters[0].A.dtype)
@@ -123,13 +126,6 @@ class AdaLoraAdapter(LoraAdapter):
         """Add one training forward: the tokens that were sent to each expert, then all there were, [N + 1]."""
         self.tokens = counts if self.tokens is None else self.tokens + counts
 
-    def _share(self) -> Tensor:
-        """The share of the tokens that each rank was used for, [R]; 1 where nobody counts, since it is always on."""
-        if self.tokens is None:
-            return torch.ones_like(self.diagonal)
-        share = self.tokens[:-1] / self.tokens[-1].clamp_min(1)
-        return share.to(self.diagonal).repeat_interleave(self.diagonal.shape[0] // share.shape[0])
-
     @torch.no_grad()
     def observe_gradients(self) -> None:
         """Update the smoothed sensitivities |w * grad| and their uncertainty; a missing gradient counts as zero."""
@@ -137,8 +133,10 @@ class AdaLoraAdapter(LoraAdapter):
             parameter = getattr(self, factor)
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             importance = (parameter * grad).abs()
-            if self.per_token and factor == "diagonal":
-                share = self._share()
+            if self.per_token and factor == "diagonal" and self.tokens is not None:
+                # the share of the tokens that each rank was used for, [R]; without counts a rank is always on
+                share = (self.tokens[:-1] / self.tokens[-1].clamp_min(1)).to(parameter)
+                share = share.repeat_interleave(len(parameter) // len(share))
                 self._smooth(factor, importance / share, shown=share > 0)
             else:
                 self._smooth(factor, importance)
@@ -165,11 +163,6 @@ class AdaLoraAdapter(LoraAdapter):
         if self.per_token:
             return scores["diagonal"]
         return scores["diagonal"] + scores["A"].mean(1) + scores["B"].mean(0)
-
-
-def _whole(factor: Tensor) -> Tensor:
-    """A factor that is sharded over ranks (FSDP, outside the forward of its block) as every rank needs it."""
-    return factor.full_tensor() if hasattr(factor, "full_tensor") else factor
 
 
 def _of_experts(factors: Tensor, experts: int, wide: bool) -> Tensor:

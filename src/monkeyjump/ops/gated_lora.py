@@ -133,14 +133,16 @@ class _GroupedLora(torch.autograd.Function):
             dz, by_projection = rank_gradients(t, z, strengths_of(scale, gates, diagonals, places), gated)
             dgates = _of_tensors(by_projection, gates, places) if gated else dgates
             dx, sums = products.down_backward(dys, x, dz, partial, weights, As, seed, p, with_dx)
-        found = _split_like(sums, Bs if x is None else [*Bs, *As])
+        own = Bs if x is None else [*Bs, *As]
+        parts = sums.split([tensor.numel() for tensor in own])
+        found: list[Any] = [part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True)]
         dBs, dAs, ddiagonals = found[: len(Bs)], found[len(Bs) :] or [None] * len(As), []
         if diagonals:  # y depends on B and the diagonal by their product alone
             ddiagonals = [(dB * B).sum(0) for dB, B in zip(dBs, Bs, strict=True)]
             dBs = [dB * diagonal for dB, diagonal in zip(dBs, diagonals, strict=True)]
-        own = (*dAs, *dBs, *dgates, *ddiagonals)
         dbase = grads[0] if ctx.needs_input_grad[1] else None
-        return dx.view(ctx.shape) if with_dx else None, dbase, None, None, None, None, *own
+        given = dx.view(ctx.shape) if with_dx else None, dbase, None, None, None, None
+        return (*given, *dAs, *dBs, *dgates, *ddiagonals)
 
 
 # Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
@@ -176,9 +178,3 @@ def _of_tensors(dgates: list[Any], gates: list[Tensor], places: Places) -> list[
     for first, dgate in zip(firsts, dgates, strict=True):
         gradient[:, first : first + number] += dgate
     return [gradient]
-
-
-def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Any]:
-    """Consecutive parts of a vector in the shapes of the tensors."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,60 +59,52 @@ class Reservoir:
         return entering - size, slots
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """What a batch gives to the sample of every block of a group, on one device."""
-
-    selection: Selection
-    rows: Tensor  # of the flat states, [n]
-    slots: Tensor  # of the sample, [n]
-
-
 class TokenCollector:
     """Listens at the entrance of every block and keeps the states of the sampled tokens."""
 
     def __init__(self, adapter_name: str, config: MonkeyJumpConfig, capacity: int, seed: int) -> None:
-        self.adapter_name = adapter_name
-        self.config = config
-        self.capacity = capacity
-        self.seed = seed
-        self.labels: Tensor | None = None
+        self.adapter_name, self.config, self.capacity, self.seed = adapter_name, config, capacity, seed
         self.tokens: dict[str, Tensor] = {}  # block path -> [capacity, D]
         self.reservoirs: dict[int, Reservoir] = {}
-        self._picks: dict[int, tuple[Tensor, Tensor]] = {}
-        self._placed: dict[tuple, _Placed] = {}
+        self.next_batch(None)
 
     def next_batch(self, labels: Tensor | None) -> None:
         self.labels = labels
-        self._picks = {}
-        self._placed = {}
+        self._picks: dict[int, tuple[Tensor, Tensor]] = {}
+        self._placed: dict[tuple, tuple[Selection, Tensor, Tensor]] = {}
 
     def observe(self, router: BlockRouter, h: Tensor, call: BlocksCall) -> None:
         if self.adapter_name not in router.layers:
             return
-        placed = self._place(router.blocks, h, call)
+        selection, rows, slots = self._place(router.blocks, h, call)
         if router.path not in self.tokens:
-            self._allocate(router.blocks, h, h.dtype if placed.selection.pool is None else torch.float32)
-        if placed.rows.shape[0] == 0:
+            self._allocate(router.blocks, h, h.dtype if selection.pool is None else torch.float32)
+        if rows.shape[0] == 0:
             return
-        if placed.selection.pool is not None:
-            h = pool_rows(h, placed.selection.mask, placed.selection.pool)
+        if selection.pool is not None:
+            h = pool_rows(h, selection.mask, selection.pool)
         store = self.tokens[router.path]
-        states = h.detach().reshape(-1, h.shape[-1]).index_select(0, placed.rows)
+        states = h.detach().reshape(-1, h.shape[-1]).index_select(0, rows)
         # without a copy where the sample lies beside the model: the slots are there already
-        store.index_copy_(0, placed.slots.to(store.device), states.to(store.device))
+        store.index_copy_(0, slots.to(store.device), states.to(store.device))
 
-    def _place(self, blocks: BlockList, h: Tensor, call: BlocksCall) -> _Placed:
-        """Selection and picks are those of the batch: blocks after the first of a group on a device look them up."""
+    def _place(self, blocks: BlockList, h: Tensor, call: BlocksCall) -> tuple[Selection, Tensor, Tensor]:
+        """(Selection, rows [n] of the flat states, slots [n] of the sample) for every block of a group on one device.
+
+        They are those of the batch: blocks after the first look them up.
+        """
         shape = (h.shape[0], h.shape[1])
         key = (id(blocks), shape, h.device)
         if key not in self._placed:
             selection = select(call.inputs(shape, h.device), self.config.granularity, self.config.sequence_token)
             if id(blocks) not in self._picks:
-                total = shape[0] if selection.pool is not None else shape[0] * shape[1]
-                self._picks[id(blocks)] = self._pick(blocks, selection.queries, total)
+                total, queries = shape[0] if selection.pool is not None else shape[0] * shape[1], selection.queries
+                candidates = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
+                reservoir = self.reservoirs.setdefault(id(blocks), Reservoir(self.capacity, self.seed))
+                entering, slots = reservoir.offer(candidates.shape[0])
+                self._picks[id(blocks)] = candidates[entering], slots
             rows, slots = self._picks[id(blocks)]
-            self._placed[key] = _Placed(selection, _sent(rows, h.device), _sent(slots, h.device))
+            self._placed[key] = selection, _sent(rows, h.device), _sent(slots, h.device)
         return self._placed[key]
 
     def sample(self, router: BlockRouter) -> Tensor:
@@ -121,20 +112,18 @@ class TokenCollector:
         return self.tokens[router.path][: len(self.reservoirs[id(router.blocks)])]
 
     def _allocate(self, blocks: BlockList, h: Tensor, dtype: torch.dtype) -> None:
-        """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time."""
+        """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time.
+
+        It lies beside the model if it takes less than half of the free memory there, else in main memory.
+        """
         paths = [router.path for router in blocks.routers.values() if self.adapter_name in router.layers]
-        shape = (len(paths), self.capacity, h.shape[-1])
-        store = torch.zeros(shape, dtype=dtype, device=_storage_device(shape, h.device, dtype))
-        self.tokens.update(zip(paths, store, strict=True))
+        shape, device = (len(paths), self.capacity, h.shape[-1]), h.device
+        if device.type == "cuda" and math.prod(shape) * dtype.itemsize >= torch.cuda.mem_get_info(device)[0] / 2:
+            device = torch.device("cpu")
+        self.tokens.update(zip(paths, torch.zeros(shape, dtype=dtype, device=device), strict=True))
 
     def full(self) -> bool:
         return bool(self.reservoirs) and all(r.seen >= OVERSAMPLE * self.capacity for r in self.reservoirs.values())
-
-    def _pick(self, blocks: BlockList, queries: Tensor | None, total: int) -> tuple[Tensor, Tensor]:
-        reservoir = self.reservoirs.setdefault(id(blocks), Reservoir(self.capacity, self.seed))
-        candidates = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
-        entering, slots = reservoir.offer(candidates.shape[0])
-        return candidates[entering], slots
 
 
 @torch.no_grad()
@@ -200,14 +189,6 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for layer, disabled in layers:
             layer._disable_adapters = disabled
-
-
-def _storage_device(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.device:
-    """Beside the model if the sample takes less than half of the free memory there, else in main memory."""
-    if device.type != "cuda":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if math.prod(shape) * dtype.itemsize < free / 2 else torch.device("cpu")
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
