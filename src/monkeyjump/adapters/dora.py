@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from monkeyjump.adapters.base import BaseLinear, Gate, register
 from monkeyjump.adapters.lora import LoraAdapter
-from monkeyjump.adapters.mixture import _Experts
+from monkeyjump.adapters.mixture import LoraMixture
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
 
@@ -80,7 +80,7 @@ class DoraAdapter(LoraAdapter):
         return (weight.float() / self.folded.to(weight.device)[:, None] - update).to(weight.dtype), bias
 
 
-class DoraMixture(_Experts, DoraAdapter):
+class DoraMixture(LoraMixture, DoraAdapter):
     """N experts on one linear: y0 + sum_n g_n delta_n, each expert with its own direction and magnitude."""
 
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:

@@ -46,13 +46,20 @@ def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
     ]
 
 
-class _Experts(LoraAdapter):
-    """The rank activation of expert n, entries n * r to (n + 1) * r, is multiplied by gate n."""
+class LoraMixture(LoraAdapter):
+    """MoELoRA, MoLA: every expert has an A and a B. Gate n multiplies entries n * r to (n + 1) * r of the activation."""
 
     fused = True
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
-        super().__init__(in_features, out_features, _widened(config, experts))
+        wide, options = copy.copy(config), config.adapter_options or {}
+        wide.r, wide.alpha = (
+            experts * config.r,
+            experts * config.alpha,
+        )  # all ranks in one adapter, at the same alpha / r
+        if options.get("target_r") is not None:
+            wide.adapter_options = {**options, "target_r": experts * options["target_r"]}
+        super().__init__(in_features, out_features, wide)
         self.experts = experts
 
     def strength(self, gate: Gate) -> Tensor | float:
@@ -68,19 +75,15 @@ class _Experts(LoraAdapter):
         return self.B.to(dtype).unflatten(-1, (self.experts, -1))
 
 
-class LoraMixture(_Experts):
-    """MoELoRA, MoLA: every expert has an A and a B."""
-
-
-class LoraFaMixture(_Experts, LoraFaAdapter):
+class LoraFaMixture(LoraMixture, LoraFaAdapter):
     """N frozen A's and N trained B's."""
 
 
-class AdaLoraMixture(_Experts, AdaLoraAdapter):
+class AdaLoraMixture(LoraMixture, AdaLoraAdapter):
     """Orthogonality is asked of every expert by itself; the rank budget is one for all experts and projections."""
 
 
-class _SharedA(_Experts):
+class HydraMixture(LoraMixture):
     """HydraLoRA: one A, N B's (Tian et al., 2024). A x is formed once and each B gets it times its gate."""
 
     fused = True
@@ -101,12 +104,8 @@ class _SharedA(_Experts):
         return torch.einsum("...r,onr->...no", z, self._up(x.dtype))
 
 
-class HydraMixture(_SharedA):
-    """A is trained."""
-
-
-class HydraFaMixture(_SharedA, LoraFaAdapter):
-    """A is frozen."""
+class HydraFaMixture(HydraMixture, LoraFaAdapter):
+    """The same with a frozen A."""
 
 
 class PropulsionMixture(PropulsionAdapter):
@@ -137,13 +136,3 @@ MIXTURES: dict[str, Any] = {
     "propulsion": PropulsionMixture,
 }
 SHARED_A: dict[str, Any] = {"lora": HydraMixture, "lora_fa": HydraFaMixture}
-
-
-def _widened(config: MonkeyJumpConfig, experts: int) -> MonkeyJumpConfig:
-    """The configuration of one adapter that holds the ranks of all experts, at the same alpha / r."""
-    wide = copy.copy(config)
-    wide.r, wide.alpha = experts * config.r, experts * config.alpha
-    options = config.adapter_options or {}
-    if options.get("target_r") is not None:
-        wide.adapter_options = {**options, "target_r": experts * options["target_r"]}
-    return wide

@@ -36,18 +36,14 @@ class PropulsionAdapter(Adapter):
         nn.init.zeros_(self.offset)
 
     def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
-        if base is not out or self.offset.dim() != 1 or not self._one_kernel(base, gate):
+        """In one kernel in eager mode, for a gate that is not trained and is one number per token."""
+        fits = base is out and self.offset.dim() == 1 and not torch.compiler.is_compiling() and fits_tokens(gate, base)
+        fits = fits and (gate is None or not (gate.requires_grad or gate.shape[-1] > 1))
+        if not fits or not dispatch.uses_kernels(base):
             return super().forward(x, base, out, gate)
         from monkeyjump.ops import propulsion
 
         return propulsion.scaled(base, self.offset, self.degree, gate)
-
-    @staticmethod
-    def _one_kernel(base: Tensor, gate: Gate) -> bool:
-        """Eager mode, and a gate that is not trained and is one number per token."""
-        if torch.compiler.is_compiling() or not fits_tokens(gate, base):
-            return False
-        return (gate is None or not (gate.requires_grad or gate.shape[-1] > 1)) and dispatch.uses_kernels(base)
 
     def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         return ops.scale_output(base, self.offset, self.degree, 1.0 if gate is None else gate)

@@ -8,7 +8,8 @@ from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError
 
 
-def _pyplot():
+def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump") -> Path:
+    """One panel per task: blocks down, routed projections across, colour = share of the block's jumps."""
     try:
         import matplotlib
     except ImportError:
@@ -16,12 +17,6 @@ def _pyplot():
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot
-
-
-def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump") -> Path:
-    """One panel per task: blocks down, routed projections across, colour = share of the block's jumps."""
-    pyplot = _pyplot()
     tasks, blocks = usage.tasks, usage.blocks
     columns = min(len(tasks), 5)
     rows = -(-len(tasks) // columns)
