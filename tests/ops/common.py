@@ -93,4 +93,4 @@ def gates_and_sums(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.
     from monkeyjump.ops import routing
 
     sums, counts = torch.empty(len(centers), h.shape[-1], device=h.device), torch.empty(len(centers), device=h.device)
-    return routing.fused_gates_into(h, centers, queries, how, sums.unbind(), counts.unbind()), sums, counts
+    return routing.fused_gates(h, centers, how, queries, sums.unbind(), counts.unbind()), sums, counts

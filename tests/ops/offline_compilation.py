@@ -127,9 +127,8 @@ def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
     h, queries = torch.randn(64, width).to(dtype), torch.ones(64, dtype=torch.bool)
     centers, settings = list(torch.randn(experts, width)), route.Routing(1, 0.5, True, 1, True)
     route.token_gates(h, centers, settings)
-    route.token_gates_and_sums(
-        h, centers, queries, settings, list(torch.empty(experts, width)), list(torch.empty(experts))
-    )
+    sums, counts = list(torch.empty(experts, width)), list(torch.empty(experts))
+    route.token_gates(h, centers, settings, queries, sums, counts)
 
 
 def clustering_kernels(dtype: torch.dtype, clusters: int) -> None:

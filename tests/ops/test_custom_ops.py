@@ -350,11 +350,11 @@ def test_compiled_routing_skips_padding_of_any_kind() -> None:
 def test_compiled_routing_writes_where_it_is_told(backend: str) -> None:
     """The same tensors hold the same sums as in eager mode, at every call."""
     how, (sums, counts) = routing.Routing(2, 0.5, False, 1, True), staged()
-    compiled = torch.compile(routing.fused_gates_into, backend=backend, fullgraph=True)
+    compiled = torch.compile(routing.fused_gates, backend=backend, fullgraph=True)
     for step in range(3):
         h, (eager_sums, eager_counts) = normal(B, T, D, seed=50 + step), staged()
-        gates = compiled(h, centers(), None, how, sums, counts)
-        assert torch.equal(gates, routing.fused_gates_into(h, centers(), None, how, eager_sums, eager_counts))
+        gates = compiled(h, centers(), how, None, sums, counts)
+        assert torch.equal(gates, routing.fused_gates(h, centers(), how, None, eager_sums, eager_counts))
         assert torch.equal(torch.stack(sums), torch.stack(eager_sums))
         assert torch.equal(torch.stack(counts), torch.stack(eager_counts))
 
@@ -364,8 +364,8 @@ def test_nothing_copies_what_compiled_routing_has_written() -> None:
     from torch._inductor.utils import run_and_get_code
 
     how, (sums, counts) = routing.Routing(2, 0.5, False, 1, True), staged()
-    compiled = torch.compile(routing.fused_gates_into, backend="inductor", fullgraph=True)
-    _, code = run_and_get_code(compiled, normal(B, T, D, seed=50), centers(), None, how, sums, counts)
+    compiled = torch.compile(routing.fused_gates, backend="inductor", fullgraph=True)
+    _, code = run_and_get_code(compiled, normal(B, T, D, seed=50), centers(), how, None, sums, counts)
     assert "".join(code).count("monkeyjump.fused_gates_into.default(") == 1
     assert "copy" not in "".join(code).split("def call")[1]
     assert "cpp_fused" not in "".join(code)

@@ -47,7 +47,7 @@ def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
 
 
 class LoraMixture(LoraAdapter):
-    """MoELoRA, MoLA: every expert has an A and a B. Gate n multiplies entries n * r to (n + 1) * r of the activation."""
+    """MoELoRA, MoLA: every expert has an A and a B. Gate n multiplies entries n * r to (n + 1) * r of A x."""
 
     fused = True
 

@@ -15,36 +15,31 @@ from monkeyjump.ops.kernels.route import Routing, supported
 from monkeyjump.ops.lowrank import rows_of
 from monkeyjump.ops.registration import registered, shapes_of
 
-__all__ = ["Routing", "fused_gates", "fused_gates_into", "supported"]
+__all__ = ["Routing", "fused_gates", "supported"]
 
 
-def fused_gates(h: Tensor, centers: list[Tensor], routing: Routing) -> Tensor:
-    """Gates [B, T, E] of h [B, T, D], fp32."""
-    flat = rows_of(h)
-    if torch.compiler.is_compiling():
-        gates = gates_op(flat, centers, routing.top_k, routing.temperature, routing.renormalize)
-    else:
-        gates = kernels.token_gates(flat, centers, routing)
-    return gates.view(*h.shape[:-1], len(centers))
-
-
-def fused_gates_into(
+def fused_gates(
     h: Tensor,
     centers: list[Tensor],
-    queries: Tensor | None,
     routing: Routing,
-    sums: Sequence[Tensor],
-    counts: Sequence[Tensor],
+    queries: Tensor | None = None,
+    sums: Sequence[Tensor] | None = None,
+    counts: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Gates [B, T, E]; sums [D] and counts [] of the queries ([B, T] bool; None: every token) are written by expert."""
+    """Gates [B, T, E] of h [B, T, D], fp32.
+
+    With `sums`, the sums [D] and counts [] of the queries ([B, T] bool; None: every token) are written by expert.
+    """
     flat = rows_of(h)
-    if queries is not None:
+    if sums is not None and queries is not None:
         queries = queries.expand(h.shape[:-1]).reshape(-1)
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        gates = kernels.token_gates(flat, centers, routing, queries, sums, counts)
+    elif sums is None:
+        gates = gates_op(flat, centers, routing.top_k, routing.temperature, routing.renormalize)
+    else:
         ks, flags = [routing.top_k, routing.member_k], [routing.renormalize, routing.unit]
         gates = gates_into_op(flat, centers, queries, list(sums), list(counts), ks, routing.temperature, flags)
-    else:
-        gates = kernels.token_gates_and_sums(flat, centers, queries, routing, sums, counts)
     return gates.view(*h.shape[:-1], len(centers))
 
 
@@ -68,7 +63,7 @@ def gates_into_op(
     """Gates [N, E]; sums [D] and counts [] of the tokens that each centre will follow are written where they belong."""
     (top_k, member_k), (renormalize, unit) = ks, flags
     settings = Routing(top_k, temperature, renormalize, member_k, unit)
-    return kernels.token_gates_and_sums(h.contiguous(), centers, queries, settings, sums, counts)
+    return kernels.token_gates(h.contiguous(), centers, settings, queries, sums, counts)
 
 
 @shapes_of(gates_into_op)

@@ -59,7 +59,7 @@ def decide(
             how = routing.Routing(config.top_k or E, config.temperature, config.renormalize, member_k or E, unit)
             if into is None:
                 return routing.fused_gates(h, centers, how)
-            return routing.fused_gates_into(h, centers, selection.queries, how, into.sums, into.counts)
+            return routing.fused_gates(h, centers, how, selection.queries, into.sums, into.counts)
     if selection.pool is not None:
         h = pool_rows(h, selection.mask, selection.pool)
     u = ops.features(h, mean, normalize=config.ema_space == "normalized")
