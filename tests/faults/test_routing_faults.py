@@ -101,7 +101,7 @@ def test_b03_the_last_token_is_found_under_left_padding(sequence_token: str) -> 
 
 def test_b04_four_dimensional_masks_are_read_on_their_diagonal() -> None:
     """Also when the keys are longer than the queries (static cache) and under a sliding window."""
-    from monkeyjump.tuner.block_inputs import real_tokens
+    from monkeyjump.tuner.call import real_tokens
 
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
     causal = torch.ones(5, 5, dtype=torch.bool).tril()

@@ -95,7 +95,7 @@ def measurements(settings: Settings) -> list[Measurement]:
     if unknown:
         raise ConfigError([f"ops={hint} Known: {', '.join(OPS)}." for hint in unknown], title="invalid bench")
     on_gpu = timing.is_cuda(settings.device)
-    modes = settings.modes if dispatch.has_triton() and (on_gpu or dispatch.interpreted()) else ("torch",)
+    modes = settings.modes if dispatch.HAS_TRITON and (on_gpu or dispatch.interpreted()) else ("torch",)
     settings = replace(settings, modes=modes, copy_bytes_per_second=copy_bandwidth(settings.device, settings.repeats))
     return [
         Measurement(OpRun, name, replace(settings, size=(N, D, E)), {"N": N, "D": D, "E": E})

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.analysis.plots import plot_usage
+    from monkeyjump.analysis.usage import plot_usage
     from monkeyjump.experiments.measure import measure_usage
     from monkeyjump.record import RunRecord, write_record
     from monkeyjump.training.recipe import load_recipe

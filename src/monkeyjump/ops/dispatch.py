@@ -39,11 +39,11 @@ def uses_kernels(x: Tensor) -> bool:
     if choice == "torch" or type(x) not in PLAIN or autocast_dtype(x) not in (None, x.dtype):
         return False
     if choice == "auto":
-        return x.is_cuda and has_triton() and x.dtype in KERNEL_DTYPES
-    if not has_triton() or not (x.is_cuda or interpreted()):
+        return x.is_cuda and HAS_TRITON and x.dtype in KERNEL_DTYPES
+    if not HAS_TRITON or not (x.is_cuda or interpreted()):
         raise ConfigError(
             f"MONKEYJUMP_OPS=triton cannot run on a {x.device.type} tensor here: Triton "
-            f"{'is not installed' if not has_triton() else 'needs a GPU, or TRITON_INTERPRET=1 for tests'}. "
+            f"{'is not installed' if not HAS_TRITON else 'needs a GPU, or TRITON_INTERPRET=1 for tests'}. "
             "Use MONKEYJUMP_OPS=auto."
         )
     return x.dtype in KERNEL_DTYPES
@@ -57,10 +57,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, torch.nn.Parameter)  # a tensor of another class (sharded, quantised) has no memory of its own
-
-
-def has_triton() -> bool:
-    return HAS_TRITON
 
 
 def interpreted() -> bool:

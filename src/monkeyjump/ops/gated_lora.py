@@ -7,12 +7,9 @@ output that was computed elsewhere (a quantised, sharded or hooked linear).
 
 In eager mode on small models the host is slower than the GPU: what counts is the number of launches and of autograd
 nodes. One node holds all projections of a group; its backward adds every contribution into one dx, where autograd
-would keep one tensor per projection and adapter and add them up. Where the weights lie side by side in memory, all
-frozen products are one product; of the gradients only narrow ones are put together, which costs a copy.
-
-The compiler makes no kernel of its own for any of it, so under torch.compile the same autograd function calls the same
-products as registered ops (`grouped_products`). The gradient is one op unless gates have one too, or experts share an
-A. Then it is two, and what lies between them (few numbers a token) is left to the compiler.
+would keep one tensor per projection and adapter and add them up. Under torch.compile the same autograd function calls
+the same products as registered ops (`grouped_products`). The gradient is one op unless gates have one too, or experts
+share an A. Then it is two, and what lies between them (few numbers a token) is left to the compiler.
 
 Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B, G gates of a token.
 """

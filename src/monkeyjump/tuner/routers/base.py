@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops.lowrank import GateColumns
-from monkeyjump.tuner.block_inputs import expanded_rows, hidden_states
-from monkeyjump.tuner.call import BlocksCall, running
+from monkeyjump.tuner.call import BlocksCall, expanded_rows, hidden_states, running
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.recomputation import refuse_unknown_recomputation

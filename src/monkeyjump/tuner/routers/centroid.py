@@ -11,8 +11,7 @@ from torch import Tensor
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.centroid import Staged, decide, shuffled_gates, task_gates, uniform_gates
-from monkeyjump.tuner.block_inputs import expanded_rows
-from monkeyjump.tuner.call import BlocksCall
+from monkeyjump.tuner.call import BlocksCall, expanded_rows
 from monkeyjump.tuner.routers.base import BlockRouter
 
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedDecision
-from monkeyjump.tuner.block_inputs import hidden_states
-from monkeyjump.tuner.call import BlocksCall, running
+from monkeyjump.tuner.call import BlocksCall, hidden_states, running
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.routers.learned import BLOCK, LearnedRouterOfBlock

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.tuner.block_inputs import hidden_states
-from monkeyjump.tuner.call import running
+from monkeyjump.tuner.call import hidden_states, running
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock

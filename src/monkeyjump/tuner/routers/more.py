@@ -21,8 +21,7 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.routing.granularity import row_weights
 from monkeyjump.routing.more_ranks import RankSelector
-from monkeyjump.tuner.block_inputs import expanded_rows
-from monkeyjump.tuner.call import BlocksCall, running
+from monkeyjump.tuner.call import BlocksCall, expanded_rows, running
 from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
 
 
