@@ -13,7 +13,7 @@ import torch._dynamo
 from peft import PeftModel
 
 import monkeyjump as mj
-from monkeyjump.bench import timing
+from monkeyjump.bench import runs
 from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.step import StepRun
 from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, plain_model, variant_names
@@ -182,12 +182,12 @@ def test_peak_memory_on_a_cpu() -> None:
         del a
         b = b * 2  # both are alive while the second is made
 
-    assert 0 <= timing.cpu_peak_bytes(three) - 2 * 400_000 < 100
-    runs = [StepRun(name, EAGER) for name in (FLOOR, "lora_fa", "lora")]
-    peaks = [timing.cpu_peak_bytes(run.step) for run in runs]
+    assert 0 <= runs.cpu_peak_bytes(three) - 2 * 400_000 < 100
+    steps = [StepRun(name, EAGER) for name in (FLOOR, "lora_fa", "lora")]
+    peaks = [runs.cpu_peak_bytes(run.step) for run in steps]
     assert peaks[0] < peaks[1] < peaks[2]  # a frozen A keeps no input
-    parameters = {p.data_ptr(): p.nbytes for p in runs[0].built.model.parameters()}  # the head is the embedding
-    assert runs[0].resident >= sum(parameters.values())
+    parameters = {p.data_ptr(): p.nbytes for p in steps[0].built.model.parameters()}  # the head is the embedding
+    assert steps[0].resident >= sum(parameters.values())
 
 
 @pytest.mark.parametrize(

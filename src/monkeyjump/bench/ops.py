@@ -15,8 +15,7 @@ import torch
 from torch.nn.functional import normalize
 
 from monkeyjump.adapters import ADAPTERS
-from monkeyjump.bench import timing
-from monkeyjump.bench.modes import ModesRun
+from monkeyjump.bench import runs
 from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.config import MonkeyJumpConfig
@@ -32,10 +31,6 @@ SIZES_ON_CPU = (16,), (16,), (3,)  # where Triton's kernels are interpreted
 ROTATED_BYTES = 2**28  # several times the largest L2 cache, so that no input is still there when its turn comes again
 
 
-def _microseconds(milliseconds: float) -> str:
-    return f"{1e3 * milliseconds:.1f}"
-
-
 TITLE = "Ops, one call"
 TABLE_FOR_EACH = ()
 SAME = ("mode", "N", "D", "E")
@@ -43,8 +38,8 @@ COLUMNS = [
     ("op", "variant", str),
     ("by", "mode", str),
     *((name, name, "{}".format) for name in "NDE"),
-    ("us", "median_ms", _microseconds),
-    ("read us", "read_ms", _microseconds),
+    ("us", "median_ms", lambda ms: f"{1e3 * ms:.1f}"),
+    ("read us", "read_ms", lambda ms: f"{1e3 * ms:.1f}"),
     ("ratio", "over_read", "{:.1f}".format),
 ]
 Prepared = tuple[Callable[[], Any], list[torch.Tensor]]  # a call with inputs of its own, and what one pass reads
@@ -94,7 +89,7 @@ def measurements(settings: Settings) -> list[Measurement]:
     unknown = [f"{name!r}.{did_you_mean(name, list(OPS))}" for name in names if name not in OPS]
     if unknown:
         raise ConfigError([f"ops={hint} Known: {', '.join(OPS)}." for hint in unknown], title="invalid bench")
-    on_gpu = timing.is_cuda(settings.device)
+    on_gpu = runs.is_cuda(settings.device)
     modes = settings.modes if dispatch.HAS_TRITON and (on_gpu or dispatch.interpreted()) else ("torch",)
     settings = replace(settings, modes=modes, copy_bytes_per_second=copy_bandwidth(settings.device, settings.repeats))
     return [
@@ -107,13 +102,13 @@ def measurements(settings: Settings) -> list[Measurement]:
 
 def copy_bandwidth(device: str, repeats: int) -> float:
     """Bytes per second, read and written together, of copying a tensor that fits in no cache."""
-    source = torch.empty(2**30 if timing.is_cuda(device) else 2**26, dtype=torch.uint8, device=device).zero_()
+    source = torch.empty(2**30 if runs.is_cuda(device) else 2**26, dtype=torch.uint8, device=device).zero_()
     target = torch.empty_like(source)
-    times = timing.times(lambda: target.copy_(source), 3 + repeats, device)[3:]
-    return 2 * source.numel() / (1e-3 * timing.summary(times)["median_ms"])
+    times = runs.times(lambda: target.copy_(source), 3 + repeats, device)[3:]
+    return 2 * source.numel() / (1e-3 * runs.summary(times)["median_ms"])
 
 
-class OpRun(ModesRun):
+class OpRun(runs.ModesRun):
     """One op at one size, by torch and by the kernels."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
@@ -123,7 +118,7 @@ class OpRun(ModesRun):
         prepare = partial(OPS[variant], settings.size, getattr(torch, settings.dtype), normal)
         first, reads = prepare()
         self.read_bytes = sum(tensor.nbytes for tensor in reads)
-        count = min(64, max(2, -(-ROTATED_BYTES // self.read_bytes))) if timing.is_cuda(self.device) else 2
+        count = min(64, max(2, -(-ROTATED_BYTES // self.read_bytes))) if runs.is_cuda(self.device) else 2
         self.calls = [first, *(prepare()[0] for _ in range(count - 1))]
 
     def measure(self, mode: str) -> Row:
@@ -135,10 +130,10 @@ class OpRun(ModesRun):
 
         with dispatch.implementation(mode):
             all_calls()
-            run = timing.captured(all_calls, all_calls).replay if timing.is_cuda(self.device) else all_calls
-            times = timing.times(run, 2 + self.settings.repeats, self.device)[2:]
+            run = runs.captured(all_calls, all_calls).replay if runs.is_cuda(self.device) else all_calls
+            times = runs.times(run, 2 + self.settings.repeats, self.device)[2:]
         bandwidth = self.settings.copy_bytes_per_second
-        row = timing.summary([milliseconds / len(self.calls) for milliseconds in times])
+        row = runs.summary([milliseconds / len(self.calls) for milliseconds in times])
         row |= {"input_bytes": self.read_bytes, "copy_bytes_per_second": bandwidth}
         row["read_ms"] = 1e3 * self.read_bytes / bandwidth
         return {**row, "over_read": row["median_ms"] / row["read_ms"]}

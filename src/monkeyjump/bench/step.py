@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from monkeyjump.bench import timing
-from monkeyjump.bench.modes import SETTLE, ModesRun, graphs_made
+from monkeyjump.bench import runs
 from monkeyjump.bench.results import bytes_in_words, milliseconds, ratio
 from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.turns import Measurement, Row
@@ -36,7 +35,7 @@ def measurements(settings: Settings) -> list[Measurement]:
     return [Measurement(StepRun, name, settings) for name in settings.methods]
 
 
-class StepRun(ModesRun):
+class StepRun(runs.ModesRun):
     """One variant's training step, on the same tensors every time, as a CUDA graph needs them.
 
     The embeddings ask for a gradient in every variant, not only in the floor, so that a ratio to the floor shows the
@@ -69,22 +68,19 @@ class StepRun(ModesRun):
         self.leaves = [*self.parameters, self.embeds]
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.optimizer and self.parameters:
-            capturable = timing.is_cuda(self.device)
+            capturable = runs.is_cuda(self.device)
             self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True, capturable=capturable)
 
     def step(self) -> None:
         """Forward and backward, as a trainer does it: gradients start from nothing."""
         self._drop_gradients()
         if self.settings.scope == "model":
-            self._run_model()
+            extra = {} if self.built.task_ids is None else {"task_ids": self.built.task_ids}
+            self.built.model(inputs_embeds=self.embeds, labels=self.labels, use_cache=False, **extra).loss.backward()
         else:
             self._run_blocks()
         if self.optimizer is not None:
             self.optimizer.step()
-
-    def _run_model(self) -> None:
-        extra = {} if self.built.task_ids is None else {"task_ids": self.built.task_ids}
-        self.built.model(inputs_embeds=self.embeds, labels=self.labels, use_cache=False, **extra).loss.backward()
 
     def _run_blocks(self) -> None:
         """The decoder alone, under a given upstream gradient; the losses of routers take part."""
@@ -102,7 +98,7 @@ class StepRun(ModesRun):
         torch.autograd.backward([hidden, *losses], [self.upstream, *(None for _ in losses)])
 
     def _settle(self) -> None:
-        for _ in range(SETTLE):
+        for _ in range(runs.SETTLE):
             self.step()
         self._require_gradients("compile")
 
@@ -112,7 +108,7 @@ class StepRun(ModesRun):
 
     def tidy(self) -> None:
         self._drop_gradients()
-        timing.release_cache(self.device)
+        runs.release_cache(self.device)
 
     def warm_up(self) -> None:
         """The first eager steps, and all compilation."""
@@ -132,21 +128,21 @@ class StepRun(ModesRun):
         settings, captured_peak = self.settings, None
         if mode in self.calls:
             self.calls[mode]()
-            return {"times_ms": timing.times(self.calls[mode], settings.steps, self.device)}
+            return {"times_ms": runs.times(self.calls[mode], settings.steps, self.device)}
         call: Callable[[], None] = self.step
         if mode == "graph":
             call, captured_peak = self._captured()
-        graphs = graphs_made()
+        graphs = runs.graphs_made()
         for _ in range(settings.warmup):
             call()
-        timing.reset_peak(self.device)
-        self.calls[mode], times = call, timing.times(call, settings.steps, self.device)
-        peak = timing.peak_bytes(self.device) if captured_peak is None else captured_peak
-        if mode == "eager" and not timing.is_cuda(self.device):
+        runs.reset_peak(self.device)
+        self.calls[mode], times = call, runs.times(call, settings.steps, self.device)
+        peak = runs.peak_bytes(self.device) if captured_peak is None else captured_peak
+        if mode == "eager" and not runs.is_cuda(self.device):
             self._drop_gradients()
-            peak = self.resident + timing.cpu_peak_bytes(self.step)
+            peak = self.resident + runs.cpu_peak_bytes(self.step)
         self._require_gradients(mode)
-        found = timing.summary(times)
+        found = runs.summary(times)
         row: Row = {
             **found,
             "times_ms": times,
@@ -157,9 +153,9 @@ class StepRun(ModesRun):
             "trainable": sum(parameter.numel() for parameter in self.parameters),
         }
         if mode != "eager":
-            row |= {**self.compiler, "recompiled_while_timed": graphs_made() - graphs}
+            row |= {**self.compiler, "recompiled_while_timed": runs.graphs_made() - graphs}
         if settings.profile and mode == settings.modes[-1]:
-            row["kernels"] = timing.kernels(call, self.device)
+            row["kernels"] = runs.kernels(call, self.device)
         return row
 
     def _captured(self) -> tuple[Callable[[], None], int | None]:
@@ -167,11 +163,11 @@ class StepRun(ModesRun):
 
         def before() -> None:
             self.tidy()
-            timing.reset_peak(self.device)
+            runs.reset_peak(self.device)
 
         # warmed up on the stream of the capture, so that no gradient changes streams; kept: its memory goes with it
-        self.graph = timing.captured(self.step, self._settle, before)
-        peak = timing.peak_bytes(self.device)
+        self.graph = runs.captured(self.step, self._settle, before)
+        peak = runs.peak_bytes(self.device)
         self.graph.replay()
         self._require_gradients("graph")
         return self.graph.replay, peak

@@ -131,7 +131,7 @@ def pooled(before: Row, now: Row) -> Row:
     """The row of a mode after one more turn, made from the times of all turns; or of the turn that failed."""
     if now["status"] == "failed":
         return now
-    from monkeyjump.bench.timing import summary
+    from monkeyjump.bench.runs import summary
 
     times = [*before["times_ms"], *now["times_ms"]]
     found = summary(times)

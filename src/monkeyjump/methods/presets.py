@@ -40,11 +40,7 @@ def names() -> list[str]:
 
 def describe(name: str) -> str:
     """The paper of a method, what of it is matched and what is not."""
-    method = METHODS.get(name)
-    text = inspect.getdoc(method)
-    if text is None or name in ("mixlora", "more"):  # structures with a file of their own, which tells
-        text = inspect.getdoc(inspect.getmodule(method))
-    return text or ""
+    return inspect.getdoc(METHODS.get(name)) or ""
 
 
 def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpConfig:
