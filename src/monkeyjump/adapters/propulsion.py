@@ -41,7 +41,7 @@ class PropulsionAdapter(Adapter):
         fits = fits and (gate is None or not (gate.requires_grad or gate.shape[-1] > 1))
         if not fits or not dispatch.uses_kernels(base):
             return super().forward(x, base, out, gate)
-        from monkeyjump.ops import propulsion
+        from monkeyjump.ops.kernels import propulsion
 
         return propulsion.scaled(base, self.offset, self.degree, gate)
 

@@ -1,9 +1,13 @@
 """Triton kernels of Propulsion: the output times 1 + gate * ((1 + offset) ** degree - 1), per token and column.
 
+Eager mode only: under torch.compile the reference is elementwise work that the compiler fuses into its neighbours.
+
 Shapes: N tokens, O output width, P row blocks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +17,7 @@ from torch import Tensor
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.partial_sums import new_parts, total
 from monkeyjump.ops.kernels.tiles import TILES, row_blocks
+from monkeyjump.ops.lowrank import gate_rows, rows_of
 
 
 @triton.jit
@@ -108,3 +113,28 @@ def scale_backward(
         tile.rows, tile.width(O), warps=tile.warps,
     )  # fmt: skip
     return dbase, total([parts])
+
+
+def scaled(base: Tensor, offset: Tensor, degree: int, gate: Tensor | None) -> Tensor:
+    """base + gate * ((1 + offset) ** degree - 1) * base: base [..., O], offset [O], gate [..., 1] without gradient."""
+    every = 1
+    if gate is not None:
+        gate = gate_rows(gate)
+        every = base.numel() // base.shape[-1] // gate.shape[0]
+    return _Scaled.apply(base, offset, degree, gate, every)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, offset: Tensor, degree: int, gate: Tensor | None, every: int) -> Tensor:
+        flat = rows_of(base)
+        ctx.save_for_backward(flat, offset, gate)
+        ctx.degree, ctx.every = degree, every
+        return scale(flat, offset, degree, gate, every).view(base.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        flat, offset, gate = ctx.saved_tensors
+        dbase, doffset = scale_backward(rows_of(dy), flat, offset, ctx.degree, gate, ctx.every)
+        return dbase.view(dy.shape), doffset, None, None, None

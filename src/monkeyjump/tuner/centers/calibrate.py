@@ -77,13 +77,9 @@ def initialize_centers(
     for router, (centers, mean, _) in zip(routers, found, strict=True):
         _set_centers(router, name, centers, mean)
     reservoirs = collector.reservoirs.values()
-    return CalibrationReport(
-        adapter=name,
-        method=config.center_init,
-        tokens_read=max(r.seen for r in reservoirs),
-        tokens_kept=max(len(r) for r in reservoirs),
-        shares={router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)},
-    )
+    read, kept = max(reservoir.seen for reservoir in reservoirs), max(map(len, reservoirs))
+    shares = {router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)}
+    return CalibrationReport(name, config.center_init, read, kept, shares)
 
 
 def centers_initialized(model: nn.Module, adapter_name: str) -> bool:
