@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -181,6 +182,16 @@ def write_atomic(path: str | Path, text: str) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def free_path(path: str | Path, *endings: str) -> Path:
+    """The path itself, or with the lowest of -2, -3, ... that nothing has; with endings, that no such file has."""
+    path = Path(path)
+    for number in itertools.count(1):
+        found = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        if not any(os.path.lexists(f"{found}{ending}") for ending in endings or ("",)):
+            return found
+    raise AssertionError("there is always a next number")
 
 
 def writable_folder(folder: str | Path, field: str) -> Path:

@@ -1,16 +1,16 @@
-"""Which experts the tokens of each task go to, block by block, as numbers and as a picture."""
+"""Which experts the tokens of each task go to, block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.trace import ExpertLoad, record_routing
 
 
@@ -27,6 +27,29 @@ class ExpertUsage:
     @property
     def blocks(self) -> list[str]:
         return list(next(iter(self.loads.values()), {}))
+
+    @property
+    def experts(self) -> list[str]:
+        """The routed projections of all blocks, in the order in which they first occur."""
+        return list(
+            dict.fromkeys(name for loads in self.loads.values() for load in loads.values() for name in load.experts)
+        )
+
+    @property
+    def shares(self) -> npt.NDArray[np.float64]:
+        """The part of a block's jumps that went to each expert, [tasks, blocks, experts]; NaN if a block lacks it."""
+        experts, missing = self.experts, float("nan")
+        tables = [
+            [dict(zip(load.experts, load.share, strict=True)) for load in loads.values()]
+            for loads in self.loads.values()
+        ]
+        return np.array([[[share.get(name, missing) for name in experts] for share in table] for table in tables])
+
+    @property
+    def deviations(self) -> npt.NDArray[np.float64]:
+        """The shares of each task minus their mean over tasks, in percentage points: [tasks, blocks, experts]."""
+        shares = self.shares
+        return 100 * (shares - shares.mean(0))
 
     @property
     def mean_gate(self) -> float:
@@ -59,54 +82,11 @@ def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torc
     model.eval()
     loads = {}
     for task, task_batches in batches.items():
+        if not task_batches:  # a task without a row that fits went nowhere
+            continue
         with record_routing(model) as trace:
             for batch in task_batches:
                 model(**{key: value.to(device) for key, value in batch.items()})
         loads[task] = {block: trace.load(block) for block in trace.blocks()}
     model.train(was_training)
     return ExpertUsage(loads)
-
-
-def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump") -> Path:
-    """One panel per task: blocks down, routed projections across, colour = share of the block's jumps."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError('pictures need matplotlib: pip install "monkeyjump[cli]".', title="missing package") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    tasks, blocks = usage.tasks, usage.blocks
-    columns = min(len(tasks), 5)
-    rows = -(-len(tasks) // columns)
-    height = max(2.6, 0.16 * len(blocks) + 1.0)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(1.9 * columns + 1.2, height * rows), squeeze=False, sharey=True, layout="constrained"
-    )
-    image = None
-    brightest = max(0.5, *(max(load.share) for loads in usage.loads.values() for load in loads.values()))
-    for position, axis in enumerate(axes.flat):
-        if position >= len(tasks):
-            axis.axis("off")
-            continue
-        loads = [usage.loads[tasks[position]][block] for block in blocks]
-        experts = loads[0].experts
-        shares = [
-            [dict(zip(load.experts, load.share, strict=True)).get(name, 0.0) for name in experts] for load in loads
-        ]
-        image = axis.imshow(shares, aspect="auto", vmin=0, vmax=brightest, cmap="viridis")
-        axis.set_title(tasks[position], fontsize=9, parse_math=False)  # a name may hold dollar signs
-        axis.set_xticks(range(len(experts)), [name.removesuffix("_proj") for name in experts], fontsize=8)
-        ticks = range(0, len(blocks), max(1, len(blocks) // 10))
-        axis.set_yticks(list(ticks), [blocks[i] for i in ticks], fontsize=7)
-        if position % columns == 0:
-            axis.set_ylabel("block", fontsize=8)
-    if image is not None:
-        bar = figure.colorbar(image, ax=axes, shrink=0.7)
-        bar.set_label("share of jumps", fontsize=8)
-        bar.ax.tick_params(labelsize=7)
-    figure.suptitle(title, fontsize=11, parse_math=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
