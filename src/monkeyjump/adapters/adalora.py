@@ -1,7 +1,7 @@
 """AdaLoRA: B diag(lam) A with a trained diagonal, orthogonal factors and a rank budget (Zhang et al., 2023).
 
 The diagonal starts at zero, so the start is the identity. When `target_r < r`, buffers hold the smoothed sensitivity of
-every entry; `tuner/training/rank_budget.py` reads them and zeroes the least important diagonal entries of the model.
+every entry; `tuner/training/optimizer_steps.py` reads them and zeroes the least important entries of the diagonals.
 
 Gradients are sums over tokens, so a rank that few tokens reach looks unimportant. `score_per_token` divides by the
 share of the tokens that came by; the score is then that of the diagonal entry alone (the first-order effect of zeroing
