@@ -47,10 +47,15 @@ class DoraAdapter(LoraAdapter):
         adapter.linear = linear
         return adapter
 
+    def directions(self) -> tuple[Tensor, Tensor]:
+        """A [R, D] and B [O, R]; those of a mixture for each expert."""
+        return self.A, self.B
+
     def factors(self, weight: Tensor) -> Tensor:
-        """m / n on the base weight [O, D]: [O], fp32; only m has a gradient."""
+        """m / n on the base weight [O, D]: [O], or [N, O] for a mixture, fp32; only m has a gradient."""
+        A, B = self.directions()
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            own, norm = ops.row_norms(weight, self.A, self.B * self.scaling)
+            own, norm = ops.row_norms(weight, A, B * self.scaling)
             norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)  # a row of zeros stays one: 0 / tiny
         return (own + self.magnitude_offset) / norm
 
@@ -88,14 +93,8 @@ class DoraMixture(LoraMixture, DoraAdapter):
         self.magnitude_offset = nn.Parameter(torch.zeros(experts, linear.out_features, dtype=torch.float32))
         self.linear = linear
 
-    def factors(self, weight: Tensor) -> Tensor:
-        """m / n of every expert, [N, O]."""
-        A = self.A.unflatten(0, (self.experts, -1))
-        B = self.B.unflatten(1, (self.experts, -1)).movedim(1, 0)
-        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            own, norm = ops.row_norms(weight, A, B * self.scaling)
-            norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        return (own + self.magnitude_offset) / norm
+    def directions(self) -> tuple[Tensor, Tensor]:
+        return self.A.unflatten(0, (self.experts, -1)), self.B.unflatten(1, (self.experts, -1)).movedim(1, 0)
 
     def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         assert self.linear is not None

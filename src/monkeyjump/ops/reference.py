@@ -182,18 +182,13 @@ class PowerMinusOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (offset,) = ctx.saved_tensors
-        # d/do (1 + o) ** n = n (1 + o) ** (n - 1)
-        return grad * (ctx.degree * integer_power(1 + offset, ctx.degree - 1)), None
-
-
-def integer_power(p: Tensor, exponent: int) -> Tensor:
-    """p ** exponent for exponent >= 0, as few products: no logarithm, so of any sign."""
-    result = torch.ones_like(p)
-    for bit in f"{exponent:b}":
-        result = result * result
-        if bit == "1":
-            result = result * p
-    return result
+        # d/do (1 + o) ** n = n (1 + o) ** (n - 1), as few products: no logarithm, so of any sign
+        p, power = 1 + offset, torch.ones_like(offset)
+        for bit in f"{ctx.degree - 1:b}":
+            power = power * power
+            if bit == "1":
+                power = power * p
+        return grad * (ctx.degree * power), None
 
 
 def scale_output(y: Tensor, offset: Tensor, degree: int, gate: Tensor | float) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from monkeyjump.ops.kernels import lora_few_tokens, lora_products, lora_sums
-from monkeyjump.ops.kernels.lora_operands import gates_of_token, mask_numbers, row_strides, strength_numbers
+from monkeyjump.ops.kernels.lora_operands import gates_of_token, mask_numbers, strength_numbers
 from monkeyjump.ops.kernels.partial_sums import new_parts
 from monkeyjump.ops.kernels.tiles import FEW_TOKENS, TILES, WIDE, padded, row_blocks, tiles_at_once
 from monkeyjump.ops.lowrank import Dropout, Strengths, Update
@@ -99,9 +99,10 @@ def up(
         tile = TILES["up"]
         launch, width = lora_products.up, tile.width(max(Os), padded(C))
         sizes = (padded(C), tile.rows, width)
+    base_strides = tuple(0 if base is None else base.stride(0) for base in bases)
     launch((row_blocks(z.shape[0], tile.rows), sum(row_blocks(O, width) for O in Os)),
         tuple(bases), (None,) * M if biases is None else tuple(biases), z, strengths.gates, strengths.diagonals,
-        tuple(Bs), tuple(ys), Os, row_strides(bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
+        tuple(Bs), tuple(ys), Os, base_strides, tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
         z.shape[1] // M, C, gates_of_token(strengths), *sizes, warps=tile.warps,
     )  # fmt: skip
 

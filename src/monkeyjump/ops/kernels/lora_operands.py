@@ -5,8 +5,6 @@ Shapes: as in `lora`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,11 +57,6 @@ def base_tile(base, bias, long_rows, outs, stride, O, inside):
     if bias is not None:
         tile += tl.load(bias + outs, mask=outs < O, other=0.0).to(tl.float32)[None, :]
     return tile
-
-
-def row_strides(bases: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """The row stride of every base, 0 where there is none."""
-    return tuple(0 if base is None else base.stride(0) for base in bases)
 
 
 def mask_numbers(dropout: Dropout | None) -> tuple[Tensor | None, int, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.centroid import Staged, decide, shuffled_gates, task_gates, uniform_gates
 from monkeyjump.tuner.call import BlocksCall, expanded_rows
@@ -44,7 +43,13 @@ class CentroidRouter(BlockRouter):
         if config.router == "uniform":
             return uniform_gates(h, len(layers), config)
         if config.granularity == "task":
-            return self._task_gates(config, len(layers), h, call)
+            task_ids = self._task_ids(call, h)
+            if task_ids is None:
+                raise ConfigError(
+                    "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
+                    "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
+                )
+            return task_gates(task_ids, len(layers), config)
         if config.granularity == "sequence" and call.kept is not None and (self.path, name) in call.kept:
             gates = expanded_rows(call.kept[self.path, name], h.shape[0])
             call.fresh[self.path, name] = gates
@@ -73,12 +78,3 @@ class CentroidRouter(BlockRouter):
         if config.router == "shuffled":
             gates = shuffled_gates(gates, call.real_tokens(call.shape, h.device))
         return gates
-
-    def _task_gates(self, config: MonkeyJumpConfig, experts: int, h: Tensor, call: BlocksCall) -> Tensor:
-        task_ids = self._task_ids(call, h)
-        if task_ids is None:
-            raise ConfigError(
-                "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
-                "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
-            )
-        return task_gates(task_ids, experts, config)

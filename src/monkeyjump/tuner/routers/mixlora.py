@@ -117,21 +117,17 @@ class FeedForwardExperts(LearnedRouterOfBlock):
                 "call model.set_adapter with one of them."
             )
         x = hidden_states(args, kwargs, self.feed_forward)
-        decision = self._decision(active[0], x)
-        config, experts = self.configs[active[0]], decision.gates.shape[-1]
-        k = config.top_k or experts if config.learns_router else experts
+        name, experts = active[0], self.experts[active[0]]
+        if self.configs[name].learns_router:
+            decision: LearnedDecision = self.layers[name][0].monkeyjump_router[name](x)
+            self._note(name, BLOCK, x, decision, self.layers[name])
+            k = self.configs[name].top_k or experts
+        else:  # the control: every expert, each with the same weight
+            gates = torch.full((*x.shape[:2], experts), 1 / experts, device=x.device)
+            decision, k = LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool)), experts
         slots = call.slots = open_slots(x, decision, k)
         given = [_for_every_copy(value, x, slots) for value in args]
         return tuple(given), {name: _for_every_copy(value, x, slots) for name, value in kwargs.items()}
-
-    def _decision(self, name: str, x: Tensor) -> LearnedDecision:
-        config, layer = self.configs[name], self.layers[name][0]
-        if not config.learns_router:  # the control: every expert, each with the same weight
-            gates = torch.full((*x.shape[:2], self.experts[name]), 1 / self.experts[name], device=x.device)
-            return LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool))
-        decision: LearnedDecision = layer.monkeyjump_router[name](x)
-        self._note(name, BLOCK, x, decision, self.layers[name])
-        return decision
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         slots = self._slots()

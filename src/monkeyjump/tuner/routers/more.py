@@ -108,7 +108,14 @@ class MoreRouter(LearnedRouterOfBlock):
                     f"embeddings cannot be compared with states of width {x.shape[-1]}: pass task_ids, or set "
                     "task_width=None."
                 )
-            self._say_so(name)
+            if name not in self.blocks.told and not torch.compiler.is_compiling():
+                self.blocks.told.add(name)
+                warnings.warn(
+                    f"adapter {name!r} routes by task but got no `task_ids`: each projection uses the task whose "
+                    "embedding is nearest to the prompt. Pass task_ids (one per row) to decide yourself.",
+                    MonkeyJumpWarning,
+                    stacklevel=2,
+                )
             task_ids = selector.task_logits(self._row_state(name, x, call)).argmax(-1, keepdim=True)
         call.fresh[key] = task_ids
         return task_ids
@@ -138,13 +145,3 @@ class MoreRouter(LearnedRouterOfBlock):
         loss = F.cross_entropy(logits, task_ids.squeeze(1).to(logits.device))
         if call.staging:
             self.statements[name, position].contrastive = loss
-
-    def _say_so(self, name: str) -> None:
-        if name not in self.blocks.told and not torch.compiler.is_compiling():
-            self.blocks.told.add(name)
-            warnings.warn(
-                f"adapter {name!r} routes by task but got no `task_ids`: each projection uses the task whose embedding "
-                "is nearest to the prompt. Pass task_ids (one per row) to decide yourself.",
-                MonkeyJumpWarning,
-                stacklevel=2,
-            )
