@@ -34,14 +34,6 @@ class CalibrationReport:
     tokens_kept: int
     shares: dict[str, list[float]]  # block -> share of the sampled tokens nearest to each centre
 
-    @property
-    def indistinct(self) -> list[str]:
-        """Blocks where some centre is nearest to no token: the states entering them have too few directions.
-
-        Sequence routing meets this at block 0 whenever every prompt ends with the same token.
-        """
-        return [block for block, shares in self.shares.items() if 0 in shares]
-
 
 def initialize_centers(
     model: nn.Module,
