@@ -35,7 +35,7 @@ def validated(model: type[M], content: Mapping[str, Any], title: str, check: Cal
     try:
         found = model.model_validate(content)
     except ValidationError as error:
-        raise ConfigError([_sentence(model, content, entry) for entry in error.errors()], title=title) from None
+        raise ConfigError([_sentence(model, entry) for entry in error.errors()], title=title) from None
     problems = check(found)
     if problems:
         raise ConfigError(problems, title=title)
@@ -79,7 +79,7 @@ _WORDS = {
 }
 
 
-def _sentence(model: type[Section], content: Any, error: Any) -> str:
+def _sentence(model: type[Section], error: Any) -> str:
     where = [str(part) for part in error["loc"]]
     name = ".".join(where)
     home, field = _place(model, where)

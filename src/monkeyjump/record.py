@@ -184,14 +184,15 @@ def write_atomic(path: str | Path, text: str) -> Path:
     return path
 
 
-def free_path(path: str | Path, *endings: str) -> Path:
-    """The path itself, or with the lowest of -2, -3, ... that nothing has; with endings, that no such file has."""
+def numbered(path: str | Path) -> Iterator[Path]:
+    """The path itself, then the same with -2, -3, ... at its end."""
     path = Path(path)
-    for number in itertools.count(1):
-        found = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        if not any(os.path.lexists(f"{found}{ending}") for ending in endings or ("",)):
-            return found
-    raise AssertionError("there is always a next number")
+    return (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+
+
+def free_path(path: str | Path, *endings: str) -> Path:
+    """The first of the numbered paths that nothing has; with endings, that no such file has."""
+    return next(p for p in numbered(path) if not any(os.path.lexists(f"{p}{ending}") for ending in endings or ("",)))
 
 
 def writable_folder(folder: str | Path, field: str) -> Path:

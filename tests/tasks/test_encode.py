@@ -37,7 +37,7 @@ def test_training_and_evaluation_see_the_same_prompt_and_answers(tokenizer: Any)
         encoded, prompt = encoder.encode(example), encoder.prompt_ids(example)
         assert encoded is not None
         assert prompt is not None
-        assert encoded.input_ids == prompt + encoder.option_ids(example)[example.label]
+        assert encoded.input_ids == prompt + encoder.target_ids(example.target(encoder.answer_format))
 
 
 @pytest.mark.parametrize("cut", ["end", "start"])

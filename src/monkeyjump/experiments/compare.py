@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import PairedDifference, paired_difference
 from monkeyjump.evaluation.run import EvaluationReport, load_adapter
 from monkeyjump.experiments.measure import measure_usage
-from monkeyjump.record import RunRecord, read_record, recording, writable_folder, write_record
+from monkeyjump.record import RunRecord, numbered, read_record, recording, writable_folder, write_record
 from monkeyjump.tasks import expand
 from monkeyjump.tasks.preflight import look_at
 from monkeyjump.training.estimate import in_words
@@ -168,14 +167,17 @@ def _cell_recipe(comparison: Comparison, output: Path, method: str, lr: float, s
     if method.endswith("_uniform") and "uniform_gate" not in settings["adapter"]:
         settings["adapter"] |= _matched_gate(comparison, method.removesuffix("_uniform"))
     recipe = recipe_from(settings)
-    folder = recipe.folder
-    for number in itertools.count(2):  # what was finished with other settings stays, and this run lies beside it
-        if not (recipe.folder / CELL).is_file() or _same(earlier := read_record(recipe.folder / CELL), recipe):
-            break
-        if earlier.status != "finished":
-            break
-        recipe.output = str(folder.with_name(f"{folder.name}-{number}"))
+    # what was finished with other settings stays, and this run lies beside it
+    recipe.output = str(next(folder for folder in numbered(recipe.folder) if _may_be_run(folder / CELL, recipe)))
     return recipe
+
+
+def _may_be_run(path: Path, recipe: Recipe) -> bool:
+    """Whether no finished run of another recipe is there."""
+    if not path.is_file():
+        return True
+    record = read_record(path)
+    return record.status != "finished" or _same(record, recipe)
 
 
 def _matched_gate(comparison: Comparison, routed: str) -> dict[str, float]:
@@ -219,7 +221,7 @@ def _finished(path: Path, recipe: Recipe, test: bool) -> RunRecord | None:
 def _same(record: RunRecord, recipe: Recipe) -> bool:
     """Whether a record is of this recipe, wherever it lies. A setting that came later has its default there."""
     try:
-        return recipe_from({**record.config, "output": recipe.output}) == recipe
+        return recipe_from({**record.config, "output": None}) == recipe.model_copy(update={"output": None})
     except ConfigError:
         return False
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from monkeyjump.experiments.compare import Comparison
-from monkeyjump.record import RunRecord, read_record, write_atomic, write_record
+from monkeyjump.record import RunRecord, numbered, read_record, write_atomic, write_record
 from monkeyjump.tables import Bold, Table, csv_text
 
 SIDE_BY_SIDE = 4  # methods that fit beside the task names on 80 columns
@@ -123,18 +122,14 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
     for label, values in rows:
         numbers = [f"{100 * x:.2f}" for m in comparison.methods for x in (fmean(values[m]), spread(values[m]))]
         lines.append([label, *numbers])
-    stem = _place(output / "compare", record)
+    stem = next(path for path in numbered(output / "compare") if _may_be_written(Path(f"{path}.json"), record))
     return [write_record(record, Path(f"{stem}.json")), write_atomic(f"{stem}.csv", csv_text(lines))]
 
 
-def _place(stem: Path, record: RunRecord) -> Path:
-    """Where a table of the same methods, seeds and settings was, or else a name that nothing has."""
-    for number in itertools.count(1):
-        found = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
-        if not Path(f"{found}.json").is_file():
-            return found
-        earlier = read_record(f"{found}.json")
-        same = [earlier.metrics.get(name) == record.metrics[name] for name in ("methods", "seeds", "rates")]
-        if earlier.config == record.config and all(same):
-            return found
-    raise AssertionError("there is always a next number")
+def _may_be_written(path: Path, record: RunRecord) -> bool:
+    """Whether nothing is there, or the table of the same methods, seeds, rates and settings."""
+    if not path.is_file():
+        return True
+    earlier = read_record(path)
+    same = [earlier.metrics.get(name) == record.metrics[name] for name in ("methods", "seeds", "rates")]
+    return earlier.config == record.config and all(same)

@@ -88,10 +88,6 @@ class Encoder:
         """An answer as ids, closed with eos."""
         return [*self._ids([text])[0], self.tokenizer.eos_token_id]
 
-    def option_ids(self, example: Example) -> list[list[int]]:
-        """The ids of every answer the model could give, in the order of the options, each closed with eos."""
-        return [self.target_ids(text) for text in example.targets(self.answer_format)]
-
     def prompt_ids(self, example: Example) -> list[int] | None:
         """The prompt, its context cut if need be; None if it does not fit even without context (counted as dropped)."""
         return self._fit(example, self._ids([self.prompt_text(example)])[0])

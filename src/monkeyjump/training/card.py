@@ -9,6 +9,7 @@ from typing import Any
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.evaluation.report import EvaluationReport, percent, span
 from monkeyjump.models import published_name
+from monkeyjump.tables import Table
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.tuner.count import ParameterCount
 
@@ -59,10 +60,10 @@ def model_card(
         "\n".join(["---", *metadata, f"tags: [monkeyjump, peft, {recipe.method}]", "---"]),
         f"# {recipe.name}",
         f"An adapter for {base}, trained with [monkeyjump](https://pypi.org/project/monkeyjump/).",
-        _table(["setting", "value"], [[name, value] for name, value in settings.items()]),
+        Table("", ["setting", "value"], [[name, value] for name, value in settings.items()], left=2).markdown(),
         *([] if report is None else ["## Results", f"Test scores x 100: {report.title}.", _results(report)]),
         "## Training data",
-        _table(["task", "split", "rows", "from", "sha256"], [_source(entry) for entry in origin["data"]]),
+        Table("", ["task", "split", "rows", "from", "sha256"], [_source(e) for e in origin["data"]], left=5).markdown(),
         _LOADING.format(base=json.dumps(given)),
     ]
     return "\n\n".join(parts)
@@ -77,7 +78,7 @@ def _results(report: EvaluationReport) -> str:
         [row.task, row.metric, str(row.n), percent(row.base), percent(row.adapter), span(row.adapter_interval)]
         for row in report.ordered()
     ]
-    return _table(["task", "metric", "n", "base model", "adapter", "95 %"], rows)
+    return Table("", ["task", "metric", "n", "base model", "adapter", "95 %"], rows, left=2).markdown()
 
 
 def _base(name: str, origin: dict[str, Any]) -> str:
@@ -87,8 +88,3 @@ def _base(name: str, origin: dict[str, Any]) -> str:
 
 def _listed(names: list[str] | str | None) -> str:
     return names if isinstance(names, str) else ", ".join(Path(name).name for name in names or ()) or "none"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
