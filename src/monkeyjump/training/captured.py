@@ -130,17 +130,17 @@ class _Recorded:
 
     def _work(self, model: Any) -> None:
         output: Any = model._call_impl(**self.inputs)
-        if not isinstance(output, ModelOutput) or getattr(output, "loss", None) is None:
+        loss = output.get("loss") if isinstance(output, ModelOutput) else None
+        if loss is None:
             raise RuntimeError("the model returns no loss: give it labels")
-        found = torch.autograd.grad(output.loss, self.parameters, allow_unused=True)
-        self.used = [
-            parameter for parameter, gradient in zip(self.parameters, found, strict=True) if gradient is not None
-        ]
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pairs = zip(self.parameters, found, strict=True)
+        self.used = [parameter for parameter, gradient in pairs if gradient is not None]
         gradients = [gradient for gradient in found if gradient is not None]
         kinds = dict.fromkeys(gradient.dtype for gradient in gradients)
         self.flat = {kind: torch.cat([g.reshape(-1) for g in gradients if g.dtype == kind]) for kind in kinds}
         logits = getattr(output, "logits", None)
-        self.output = type(output)(loss=output.loss.detach(), logits=None if logits is None else logits.detach())
+        self.output = type(output)(loss=loss.detach(), logits=None if logits is None else logits.detach())
 
     def run(self, inputs: dict[str, Any]) -> Any:
         given = [value for value in inputs.values() if isinstance(value, Tensor)]
