@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`. `make check` is for those who edit.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 INSTALL := $(BIN)/python -m pip install -q --no-compile
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # packages hold templates that are no Python
 
-.PHONY: quickstart test lint types unit peft-suite clean
+.PHONY: quickstart test check lint types unit fast peft-suite clean
 
 quickstart: $(VENV)/.user
 	$(BIN)/monkeyjump train quickstart
@@ -16,6 +16,10 @@ quickstart: $(VENV)/.user
 # mypy uses one core: it runs beside the tests
 test: lint
 	$(MAKE) --no-print-directory -j 2 types unit
+
+# what is left without the tests marked slow: two minutes, as mypy has looked at most files before
+check: lint
+	$(MAKE) --no-print-directory -j 2 types fast
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -25,8 +29,13 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 # One thread a worker: two workers on two cores are faster than one with two threads on models this small.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
+
 unit: $(VENV)/.dev
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
+
+fast: $(VENV)/.dev
+	$(PYTEST) -m "not slow"
 
 # PEFT's own tests on our methods, an hour or more; a part: make peft-suite METHODS=mjlora,lora FILES=decoder ARGS=-x
 peft-suite: $(VENV)/.dev

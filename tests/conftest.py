@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+# What `make check` leaves out, beside all that compiles (`helpers.COMPILING`): programs and trainers that run, kernels
+# at model size or in every shape. Together they are three quarters of the suite's time.
+SLOW = (
+    *("bench", "cli", "training", "architectures/test_mixtures.py", "contract/test_peft_training.py"),
+    *("contract/test_trainer.py", "contract/test_trl.py", "equivalence/test_generation.py", "evaluation/test_run.py"),
+    *("methods/test_kernels.py", "methods/test_trainers.py", "models/test_default_model.py"),
+    *("ops/test_kernel_lora.py", "ops/test_offline_compilation.py", "ops/test_router_logits.py"),
+    *("ops/test_scale_kernel.py", "tuner/test_compile_generation.py", "tuner/test_dtypes.py", "tuner/test_packing.py"),
+    *("tuner/test_sharing.py", "tuner/test_sharing_limits.py"),
+)
+TESTS = Path(__file__).parent
 
 # No test may reach for the network: set before anything imports huggingface_hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,30 +34,53 @@ if not torch.cuda.is_available():
 
 
 def _prepare_the_language_once() -> None:
-    """Triton's interpreter replaces its language for every function that a kernel calls: a third of its time.
+    """What Triton's interpreter does at every launch, though once is enough: a quarter of its time.
 
-    What it replaces depends on the module of the function alone and stays until the launch is over.
+    It replaces the language of a module for a launch and for every function that a kernel calls, and puts it back;
+    here it stays replaced, as no kernel is compiled in this process. And it looks for overflows of integers, for which
+    there is no room in tensors this small.
     """
     from triton.runtime import interpreter
 
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    done: set[int] = set()
+    replace, replaced = interpreter._patch_lang, set[int]()
 
     def once(fn: Any) -> Any:
-        if id(fn.__globals__) in done:
-            return None  # only a launch asks what to put back, and it is the first
-        done.add(id(fn.__globals__))
-        return replace(fn)
+        if id(fn.__globals__) not in replaced:
+            replaced.add(id(fn.__globals__))
+            replace(fn)
+        return SimpleNamespace(restore=lambda: None)
 
-    def fresh(self: Any, *args: Any, **kwargs: Any) -> None:
-        done.clear()
-        launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, fresh
+    interpreter._patch_lang = once
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     _prepare_the_language_once()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is slow; and make our own warnings errors, whoever they are attributed to.
+
+    The settings file cannot say the latter: pytest would import the package to find the class before this file is read.
+    """
+    config.addinivalue_line("filterwarnings", "error::monkeyjump.errors.MonkeyJumpWarning")
+    paths = [TESTS / name for name in SLOW]
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in paths):
+            item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end: to go through all of it again takes the collector half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Or extension modules would complain, at the end of the process, of what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture

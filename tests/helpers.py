@@ -23,12 +23,11 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 SHARED = ["o_proj", "gate_proj"]
 ROUTED = ["q_proj", "k_proj", "v_proj"]
 
-# for tests that compile: what the compiler itself warns of while it traces, and nothing left of the test before
-COMPILING = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-    pytest.mark.usefixtures("fresh_compiler"),
-]
+COMPILING = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]  # for tests that compile
+
+# of logits in fp32: the same numbers, added up in another order. What is loaded may lie where its file has it, and rows
+# that are repeated make a taller product; both may change which instructions add up
+REORDERED: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 torch.set_num_threads(1)  # models this small only lose by more
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,23 @@ BAD: dict[str, tuple[list[Any], str, str]] = {
     "ema_interval": ([0, -1], "an integer >= 1", "after every training forward"),
     "ema_stop": ([-1, 0.5], "an integer >= 0", "never moves the centres"),
     "init_tokens": ([0], "an integer >= 1", "50000"),
-    "degree": ([0, 1.5], "an integer >= 1", "15"),
     "layers_to_route": ([[-1], ["a"]], "block numbers >= 0", "count blocks from 0"),
     "layers_to_transform": ([[-2], -1], "block numbers >= 0", "count blocks from 0"),
     "task_experts": ([[], [-1], ["q"]], "one expert position >= 0 per task id", "e.g."),
-    "orth_reg_weight": ([-1.0], "a number >= 0", "switches the orthogonality loss off"),
-    "beta1": ([1.0], r"in \[0, 1\)", "0.85"),
 }  # fmt: skip
+# the settings that read an option, then as for fields
+BAD_OPTIONS: list[tuple[dict[str, Any], str, list[Any], str, str]] = [
+    ({"adapter": "propulsion"}, "degree", [0, 1.5], "an integer >= 1", "15"),
+    ({"adapter": "adalora"}, "orth_reg_weight", [-1.0], "a number >= 0", "switches the orthogonality loss off"),
+    ({"adapter": "adalora"}, "beta1", [1.0], r"in \[0, 1\)", "0.85"),
+    ({"adapter": "adalora"}, "score_per_token", ["no"], "True or False", "leave it out"),
+    ({"router": "linear"}, "noise", ["uniform", None], "not known", "choose one of gaussian, logit_mul, input_mul"),
+    ({"router": "linear"}, "aux_loss_weight", [-1, "1"], "a number >= 0", "0 switches the loss off"),
+    ({"router": "uniform"}, "uniform_gate", [0], "a number > 0", "1 is plain PEFT"),
+    ({"router": "sigmoid"}, "threshold", [2.0], r"in \(0, 1\]", "0.5"),
+    ({"router": "sigmoid"}, "extra_experts", [["paralel"], ["prompt"] * 2], "parallel and prompt", "None or"),
+    ({"placement": "nested"}, "tasks", [0], "an integer >= 1", "8"),
+]
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, (values, _, _) in BAD.items() for v in values])
@@ -74,6 +85,58 @@ def test_a_bad_value_names_field_value_rule_and_fix(field: str, value: Any) -> N
     assert len(caught.value.problems) == 1
     shown = [value] if field.startswith("layers") and isinstance(value, int) else value
     assert repr(shown) in str(caught.value)
+
+
+@pytest.mark.parametrize(("settings", "name", "values", "rule", "fix"), BAD_OPTIONS)
+def test_a_bad_option_names_itself_its_value_the_rule_and_the_fix(
+    settings: dict[str, Any], name: str, values: list[Any], rule: str, fix: str
+) -> None:
+    for value in values:
+        field = "adapter_options" if "adapter" in settings else "method_options"
+        for given in ({name: value}, {field: {name: value}}):  # by keyword, and where it belongs
+            with pytest.raises(mj.ConfigError, match=rf"(?s){name}=.*{rule}.*{fix}") as caught:
+                mj.MonkeyJumpConfig(**settings, **given)
+            assert len(caught.value.problems) == 1
+            assert repr(value) in str(caught.value)
+
+
+def test_options_of_another_kind_or_with_a_misspelt_name() -> None:
+    with pytest.raises(mj.ConfigError) as caught:
+        mj.MonkeyJumpConfig(
+            router="linear", adapter_options={"degree": 3}, method_options={"aux_los_weight": 1.0, "tasks": 3}, r=0
+        )
+    for words in (
+        "r=0 must be",
+        "which adapter 'lora' does not have (its settings are (none)): use adapter='propulsion', or drop it",
+        "'aux_los_weight', which router='linear' with placement='block' does not have",
+        "Did you mean 'aux_loss_weight'?",
+        "tasks=3 needs placement='nested', not router='linear' with placement='block'",
+    ):
+        assert words in str(caught.value)
+    assert len(caught.value.problems) == 4
+    with pytest.raises(mj.ConfigError, match=r"method_options=\['a'\] must be a dict"):
+        mj.MonkeyJumpConfig(method_options=["a"], threshold=0.5)  # type: ignore[call-arg, arg-type]
+
+
+def test_options_as_keywords(tmp_path: Path) -> None:
+    """They go where they belong, on top of what is there; a default of another kind says nothing."""
+    options = {"aux_loss_weight": 0.5, "lb_norm": "mixtral"}
+    config = mj.MonkeyJumpConfig(
+        router="linear", adapter="adalora", beta1=0.5, tasks=8, degree=15, lb_norm="mixtral",
+        method_options={"aux_loss_weight": 0.5, "lb_norm": "switch"},
+    )  # type: ignore[call-arg]  # fmt: skip
+    assert config.adapter_options == {"beta1": 0.5}
+    assert config.method_options == options
+    assert (config.learned.aux_loss_weight, config.learned.lb_norm, config.more.tasks) == (0.5, "mixtral", 8)
+    changed = replace(config, aux_loss_weight=0.25)  # type: ignore[call-arg]
+    assert (changed.learned.aux_loss_weight, changed.learned.lb_norm) == (0.25, "mixtral")
+    config.save_pretrained(str(tmp_path))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["method_options"] == options
+    assert PeftConfig.from_pretrained(str(tmp_path)) == config
+    with pytest.raises(mj.ConfigError, match="tasks=3 needs placement='nested'"):
+        replace(config, tasks=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'aux_los_weight'"):
+        mj.MonkeyJumpConfig(aux_los_weight=0.1)  # type: ignore[call-arg]
 
 
 def test_all_problems_at_once() -> None:
@@ -103,12 +166,14 @@ def test_nothing_targeted() -> None:
         mj.MonkeyJumpConfig(target_modules=[])
 
 
+def schedule(**options: int) -> mj.MonkeyJumpConfig:
+    return mj.MonkeyJumpConfig(adapter="adalora", r=4, adapter_options=options)
+
+
 def test_rank_allocation_needs_a_schedule() -> None:
     with pytest.raises(mj.ConfigError, match="total_step=None must be given when target_r < r"):
-        mj.MonkeyJumpConfig(adapter="adalora", r=4, target_r=2)
+        schedule(target_r=2)
     with pytest.raises(mj.ConfigError, match=r"tinit \+ tfinal = 12 must be smaller than total_step=10"):
-        mj.MonkeyJumpConfig(adapter="adalora", r=4, target_r=2, total_step=10, tinit=6, tfinal=6)
-    with pytest.raises(mj.ConfigError, match="only applies to adapter='adalora'"):
-        mj.MonkeyJumpConfig(adapter="lora", r=4, target_r=2, total_step=10)
+        schedule(target_r=2, total_step=10, tinit=6, tfinal=6)
     with pytest.raises(mj.ConfigError, match=r"target_r=5 must be in 1..r \(4\)"):
-        mj.MonkeyJumpConfig(adapter="adalora", r=4, target_r=5, total_step=10)
+        schedule(target_r=5, total_step=10)

@@ -36,7 +36,8 @@ def test_round_trip(tmp_path):
 
 def test_what_a_record_knows():
     record = RunRecord(kind="train", name="x")
-    assert set(record.versions) == {"torch", "transformers", "peft", "monkeyjump", "python"}
+    expected = {"torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel", "python"}
+    assert set(record.versions) == expected
     assert str(torch.__version__).startswith(str(record.versions["torch"]))
     assert record.device
     assert datetime.fromisoformat(record.started).utcoffset() is not None
@@ -176,18 +177,19 @@ def test_commit_is_of_our_source_only(tmp_path, monkeypatch):
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
 
+    source_commit = records.source_commit.__wrapped__  # which asks every time
     git("init")
     file = tmp_path / "record.py"
     file.write_text("one")
     monkeypatch.setattr(records, "__file__", str(file))
-    assert records.source_commit() is None  # inside a repository, but not part of it
+    assert source_commit() is None  # inside a repository, but not part of it
     git("add", "record.py")
     git("commit", "-m", "x")
-    commit = records.source_commit()
+    commit = source_commit()
     assert commit is not None
     assert len(commit) == 40
     file.write_text("two")
-    assert records.source_commit() == f"{commit}-dirty"
+    assert source_commit() == f"{commit}-dirty"
 
 
 def test_the_file_is_plain_json(tmp_path):

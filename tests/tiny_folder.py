@@ -28,7 +28,7 @@ tasks: [opinion, shelf]
 adapter: {{init_tokens: 200}}
 data: {{answer: letter, cap: 24, validation: 6, max_length: 512}}
 train:
-  {{lr: 1.0e-2, max_steps: 8, batch_size: 4, accumulation: 1, eval_steps: 4, save_steps: 2, log_steps: 1,
+  {{lr: 1.0e-2, max_steps: 8, batch_size: 4, accumulation: 1, eval_steps: 4, save_steps: 4, log_steps: 1,
     keep_checkpoints: 5}}
 evaluate: {{validation_limit: 4, test_limit: 6}}
 """

@@ -1,25 +1,25 @@
 """Routed parameter-efficient fine-tuning for Hugging Face models.
 
-Importing the package makes PEFT know the method; after that `peft.get_peft_model(model, MonkeyJumpConfig(...))` and
-everything built on PEFT work as for LoRA.
+Importing the package makes PEFT know the method, now or when PEFT is imported; after that
+`peft.get_peft_model(model, MonkeyJumpConfig(...))` and everything built on PEFT work as for LoRA.
 """
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
+
+from monkeyjump.import_hook import register_with_peft
 
 if TYPE_CHECKING:
     from monkeyjump import methods
     from monkeyjump.config import MonkeyJumpConfig
     from monkeyjump.errors import ConfigError
     from monkeyjump.training.callbacks import MonkeyJumpCallback
-    from monkeyjump.tuner.allocation import allocate_ranks
-    from monkeyjump.tuner.calibrate import initialize_centers
+    from monkeyjump.tuner.centers.calibrate import initialize_centers
     from monkeyjump.tuner.count import count_parameters
-    from monkeyjump.tuner.projection import project_gradients
-    from monkeyjump.tuner.route_existing import route
+    from monkeyjump.tuner.from_lora import from_lora, route
     from monkeyjump.tuner.trace import record_routing
+    from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
+    from monkeyjump.tuner.training.rank_budget import allocate_ranks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "MonkeyJumpConfig",
     "allocate_ranks",
     "count_parameters",
+    "from_lora",
     "initialize_centers",
     "methods",
     "project_gradients",
@@ -39,13 +40,14 @@ _HOMES = {
     "ConfigError": "errors",
     "MonkeyJumpCallback": "training.callbacks",
     "MonkeyJumpConfig": "config",
-    "allocate_ranks": "tuner.allocation",
+    "allocate_ranks": "tuner.training.rank_budget",
     "count_parameters": "tuner.count",
-    "initialize_centers": "tuner.calibrate",
+    "from_lora": "tuner.from_lora",
+    "initialize_centers": "tuner.centers.calibrate",
     "methods": "methods",
-    "project_gradients": "tuner.projection",
+    "project_gradients": "tuner.training.lora_fa_gradient",
     "record_routing": "tuner.trace",
-    "route": "tuner.route_existing",
+    "route": "tuner.from_lora",
 }
 
 
@@ -62,12 +64,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _started_by_command_line() -> bool:
-    """Whether this process is `monkeyjump ...` or `python -m monkeyjump ...`, whose help must not wait for torch."""
-    program = os.path.basename(sys.argv[0]) if sys.argv else ""
-    by_module = program == "-m" and "monkeyjump" in sys.orig_argv
-    return by_module or program in ("monkeyjump", "monkeyjump.exe")
-
-
-if not _started_by_command_line():
-    importlib.import_module("monkeyjump.tuner.register").register()
+register_with_peft()

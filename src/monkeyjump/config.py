@@ -5,21 +5,20 @@ What depends on the model (do the modules exist, are there enough of them to rou
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 from peft.config import PeftConfig
 
-from monkeyjump.config_checks import (
-    CENTER_INITS,
-    GRANULARITIES,
-    LEARNED_ROUTERS,
-    SEQUENCE_TOKENS,
-    SIMILARITIES,
-    config_problems,
-)
-from monkeyjump.errors import ConfigError
+from monkeyjump.config_checks import LEARNED_ROUTERS, config_problems
+from monkeyjump.config_options import KINDS, OPTION_NAMES, OptionKinds, place_options, read_options
+from monkeyjump.config_rules import choice, described, flag, fraction, integer, positive, setting, weight
+from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.peft_type import PEFT_TYPE
 from monkeyjump.registry import ADAPTERS
 
@@ -40,160 +39,95 @@ For a program you cannot edit: `python -m monkeyjump run -- PROGRAM ARGUMENTS`.
 """
 
 
-def _help(text: str, default: Any) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
-class MonkeyJumpConfig(PeftConfig):
-    """A flat, JSON-able configuration of one Monkey Jump adapter.
+class MonkeyJumpConfig(PeftConfig, OptionKinds):
+    """A JSON-able configuration of one Monkey Jump adapter.
 
     The defaults are the paper's. Every projection named in `target_modules` gets one adapter; those in
     `shared_modules` are always on, the others are the experts that tokens are routed to, block by block.
+    What only one adapter or one baseline reads is in `adapter_options` and `method_options`. Its names are also taken
+    as keywords, as they were when they were fields: `MonkeyJumpConfig(router="linear", aux_loss_weight=0.01)`.
     """
 
-    adapter: str = _help(f"What one expert adds to one linear: {', '.join(ADAPTERS)}.", "lora")
-    r: int = _help("Rank of the adapters (unused by propulsion).", 2)
-    alpha: float = _help("Scale numerator: the delta is multiplied by alpha / r (unused by propulsion).", 5.0)
-    dropout: float = _help("Dropout on the adapter's input (unused by propulsion).", 0.05)
-    adapter_options: dict[str, Any] | None = _help(
-        "Settings that only the chosen adapter has, e.g. {'d_initial': 0.1} for vera; see docs/adapters.md.", None
+    # The adapters and where they are
+    adapter: str = setting(f"What one expert adds to one linear: {', '.join(ADAPTERS)}.", "lora")
+    r: int = integer("Rank of the adapters (unused by propulsion).", 2, 1, "use 1 or more")
+    alpha: float = positive("The delta is multiplied by alpha / r (unused by propulsion).", 5.0, "the paper uses 5")
+    dropout: float = fraction("Dropout on the adapter's input (unused by propulsion).", 0.05, "0 switches dropout off")
+    adapter_options: dict[str, Any] | None = setting(
+        "Settings that only the chosen adapter has, e.g. {'d_initial': 0.1} for vera; see docs/adapters.md."
     )
-    degree: int = _help("Propulsion: the output is scaled by p ** degree.", 15)
-    target_modules: list[str] | str | None = _help(
+    target_modules: list[str] | str | None = setting(
         "Modules to adapt: names (suffix match), a regular expression, 'all-linear', or None for the model's default. "
-        "Of the last two, what cannot be routed is always on.",
-        None,
+        "Of the last two, what cannot be routed is always on."
     )
-    exclude_modules: list[str] | str | None = _help("Modules never to adapt, matched like target_modules.", None)
-    shared_modules: list[str] | None = _help(
+    exclude_modules: list[str] | str | None = setting("Modules never to adapt, matched like target_modules.")
+    shared_modules: list[str] | None = setting(
         "Targets that are always on, with gate 1. [] routes every target, and so does None beside a target_modules; "
-        "with default targets None shares what the paper shares: o_proj and gate_proj on Llama-like models.",
-        None,
+        "with default targets None shares what the paper shares: o_proj and gate_proj on Llama-like models."
     )
-    router: str = _help(
+    layers_to_transform: list[int] | int | None = setting("Blocks that get adapters; None = all.")
+    layers_pattern: list[str] | str | None = setting("Name of the block list, where layers_to_transform is ambiguous.")
+    layers_to_route: list[int] | int | None = setting(
+        "Blocks that route, the others are plain PEFT; None = all, [] = none."
+    )
+    modules_to_save: list[str] | None = setting("Further modules to train and save whole, e.g. a new head.")
+
+    # Who is chosen, and how strongly
+    top_k: int | None = integer(
+        "How many experts a token jumps to; None, for learned routers: all of them.", 2, 1,
+        "use 1 or more, or None with a learned router; for always-on adapters set layers_to_route=[]", none=True,
+    )  # fmt: skip
+    temperature: float = positive("Softmax temperature of the similarities.", 1.0, "the paper uses 1")
+    similarity: str = choice("Token against centre", "cosine", "dot", "euclidean", "l1")
+    renormalize: bool = flag("Divide the kept gates by their sum (the paper does not).")
+    mean_gate: float | None = positive(
+        "router='centroid': scale each token's gates to this mean over the routed projections, which renormalises them "
+        "too; 1 keeps the strength of an adapter trained without gates. None leaves them as they come.", None,
+        "1 keeps the strength of plain PEFT, None leaves the gates as they come",
+    )  # fmt: skip
+    jitter: float = weight("Deviation of noise on the logits, in training only.", 0.0, "0 switches the noise off")
+    granularity: str = choice("Who decides", "token", "sequence", "task")
+    sequence_token: str = choice("granularity='sequence': the state that decides", "prompt", "last", "mean", "max")
+    task_experts: list[int] | None = setting(
+        "granularity='task': the routed projection (by position) of each task id; None: task i takes expert i mod E."
+    )
+    route_space: str = choice(
+        "raw (the paper), or centered: less the mean token, estimated at initialisation.", "raw", "centered"
+    )
+
+    # Where the centres start, and how they follow the tokens
+    center_init: str = choice("How centres start", "kmeans", "random", "random_normalized", "random_tokens")
+    init_tokens: int = integer("Tokens sampled to initialise the centres.", 50_000, 1, "the paper uses 50000")
+    ema_momentum: float = fraction(
+        "Weight of the old centre in one update.", 0.5, "the paper uses 0.5; to freeze the centres set ema_stop=0"
+    )
+    ema_interval: int = integer("Training forwards per update.", 2, 1, "1 updates after every training forward")
+    ema_stop: int = integer("No update after this many training forwards.", 5_000, 0, "0 never moves the centres")
+    ema_assign: str = choice(
+        "Tokens that move a centre: all routed to it (topk), or those it is first for (top1).", "topk", "top1"
+    )
+    ema_space: str = choice(
+        "normalized: centres and means are of L2-normalised tokens; raw: of tokens as they are.", "normalized", "raw"
+    )
+
+    # Other methods than Monkey Jump: controls and baselines
+    router: str = choice(
         "centroid: tokens against centres (Monkey Jump); linear: a learned softmax; sigmoid: learned gates, each for "
         "itself (MoA). Controls: uniform, one constant gate; shuffled, the centroid gates of other tokens.",
-        "centroid",
+        *("centroid", "uniform", "shuffled", *LEARNED_ROUTERS),
     )
-    uniform_gate: float = _help("router='uniform': the gate of every routed projection.", 1.0)
-    top_k: int | None = _help("How many experts a token jumps to; None, for learned routers: all of them.", 2)
-    temperature: float = _help("Softmax temperature of the similarities.", 1.0)
-    similarity: str = _help(f"Token against centre: {', '.join(SIMILARITIES)}.", "cosine")
-    renormalize: bool = _help("Divide the kept gates by their sum (the paper does not).", False)
-    mean_gate: float | None = _help(
-        "router='centroid': scale each token's gates to this mean over the routed projections, which renormalises them "
-        "too; 1 keeps the strength of an adapter trained without gates. None leaves them as they come.",
-        None,
-    )
-    jitter: float = _help("Size of the noise on routing, in training only; see noise.", 0.0)
-    noise: str = _help(
-        "What jitter is: gaussian, the standard deviation of noise added to the logits; for learned routers also "
-        "logit_mul and input_mul, logits or the router's input (MixLoRA) times a number in 1 - jitter .. 1 + jitter.",
-        "gaussian",
-    )
-    granularity: str = _help(f"Who decides: {', '.join(GRANULARITIES)}.", "token")
-    sequence_token: str = _help(
-        f"granularity='sequence': the state that decides, one of {', '.join(SEQUENCE_TOKENS)}.", "prompt"
-    )
-    task_experts: list[int] | None = _help(
-        "granularity='task': the routed projection (by position) of each task id; None: task i takes expert i mod E.",
-        None,
-    )
-    route_space: str = _help(
-        "raw (the paper), or centered: the mean token, estimated at initialisation, is subtracted first.", "raw"
-    )
-    center_init: str = _help(f"How centres start: {', '.join(CENTER_INITS)}.", "kmeans")
-    init_tokens: int = _help("Tokens sampled for the initialisation of centres.", 50_000)
-    ema_momentum: float = _help("Weight of the old centre in one update; in [0, 1).", 0.5)
-    ema_interval: int = _help("Training forwards between two updates of the centres.", 2)
-    ema_stop: int = _help("No update after this many training forwards; 0 keeps the centres where they start.", 5_000)
-    ema_assign: str = _help(
-        "Tokens that move a centre: all routed to it (topk), or those it is first for (top1).", "topk"
-    )
-    ema_space: str = _help(
-        "normalized: centres and means live on L2-normalised tokens; raw: on the tokens as they are.", "normalized"
-    )
-    layers_to_transform: list[int] | int | None = _help("Blocks that get adapters; None = all.", None)
-    layers_pattern: list[str] | str | None = _help(
-        "Name of the block list, where layers_to_transform is ambiguous.", None
-    )
-    layers_to_route: list[int] | int | None = _help(
-        "Blocks that route; the other adapted blocks are plain PEFT. None = all, [] = none.", None
-    )
-    placement: str = _help(
+    placement: str = choice(
         "block: every routed projection is one expert (Monkey Jump); projection: N experts on each projection; ffn: N "
         "whole feed-forwards per block (MixLoRA); nested: the first ranks of one adapter, by task (MoRE).",
-        "block",
+        *("block", "projection", "ffn", "nested"),
     )
-    experts: int | list[int] = _help(
+    experts: int | list[int] = setting(
         "placement='projection' or 'ffn': experts N; a list is spread over the blocks in equal parts (MoLA).", 4
     )
-    share_A: bool = _help("placement='projection': all experts of a projection share one A (HydraLoRA).", False)  # noqa: N815
-    router_scope: str = _help(
-        "placement='projection', learned routers: one per projection, or one per block on the block's input.",
-        "projection",
+    method_options: dict[str, Any] | None = setting(
+        "Settings that only this router or placement has, e.g. {'aux_loss_weight': 0.01}; see docs/methods.md."
     )
-    router_input: str = _help(
-        "Learned router of a whole block: block, it reads the state that enters the block; norm, that state after the "
-        "block's first norm (as MoA's Transformers code has it).",
-        "block",
-    )
-    router_init: str = _help("Learned routers: normal (std 0.02) or kaiming (uniform, a = sqrt 5).", "normal")
-    router_hidden: str | None = _help("router='sigmoid': None is linear with bias; swiglu has a layer of 4 E.", None)
-    threshold: float | None = _help(
-        "router='sigmoid': None keeps every expert; a number is G_max, an expert is kept where its gate reaches "
-        "G_max * sigmoid(w x + c).",
-        None,
-    )
-    threshold_grad: str = _help(
-        "threshold: none (as published, it never learns), ste (straight-through), subtract (gate minus threshold).",
-        "none",
-    )
-    extra_experts: list[str] | None = _help(
-        "Learned router, placement='block': further experts of each block (MoA): parallel, a bottleneck beside the "
-        "feed-forward; prompt, learned states that every query also attends to.",
-        None,
-    )
-    parallel_width: int = _help("extra_experts 'parallel': width of the bottleneck.", 16)
-    prompt_length: int = _help("extra_experts 'prompt': number of learned states.", 10)
-    aux_loss_weight: float = _help("Weight of the load-balance loss of learned softmax routers.", 0.0)
-    lb_norm: str = _help("Balance loss of an even load: switch, 1; mixtral, top_k.", "switch")
-    lb_reduce: str = _help(
-        "Balance over routers: mean or sum of their losses, or global: one loss on the load of all together.", "mean"
-    )
-    contrastive_weight: float = _help(
-        "Weight of the contrastive loss: MoELoRA, between experts' outputs (our form); MoRE, between tasks.", 0.0
-    )
-    tasks: int = _help("placement='nested': how many tasks there are.", 8)
-    task_width: int | None = _help(
-        "placement='nested': width of a task embedding; None = the projection's input.", None
-    )
-    rank_scale: str = _help("placement='nested': weight of rank i of r: code, (i/r)^2; linear, i/r; none, 1.", "code")
-    task_rep: str = _help(
-        "placement='nested': the state that is compared with the task embeddings: mean of the prompt, its last token "
-        "(prompt), or the first token (the authors' code).",
-        "mean",
-    )
-    project_gradient: bool = _help(
-        "LoRA-FA: train B by the step whose change of the weight is nearest to the full gradient (PEFT's LoRA-FA "
-        "optimizer): its gradient becomes g (A A^T)^-1 / scale^2.",
-        False,
-    )
-    modules_to_save: list[str] | None = _help("Further modules to train and save whole, e.g. a new head.", None)
-    target_r: int | None = _help("AdaLoRA: average rank after allocation; None or r = no allocation.", None)
-    tinit: int = _help("AdaLoRA: optimiser steps before the rank budget starts to shrink.", 0)
-    tfinal: int = _help("AdaLoRA: last optimiser steps, with the budget at its target.", 0)
-    deltaT: int = _help("AdaLoRA: optimiser steps between two allocations.", 1)  # noqa: N815  PEFT's own name
-    beta1: float = _help("AdaLoRA: smoothing of the sensitivity.", 0.85)
-    beta2: float = _help("AdaLoRA: smoothing of its uncertainty.", 0.85)
-    total_step: int | None = _help("AdaLoRA: optimiser steps of the whole training; needed when target_r < r.", None)
-    score_per_token: bool = _help(
-        "AdaLoRA with several experts: score a rank by its diagonal entry's sensitivity per token that reached the "
-        "expert, so that no expert loses its ranks for being rarely used.",
-        False,
-    )
-    orth_reg_weight: float = _help("AdaLoRA: weight of the orthogonality loss.", 0.5)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,17 +140,14 @@ class MonkeyJumpConfig(PeftConfig):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, [value] if isinstance(value, int) else sorted(value))
-        problems = config_problems(self)
+        place_options(self, *self.__dict__.pop("_given_options", ({}, False)))
+        problems = [*config_problems(self), *read_options(self)]
         if problems:
             raise ConfigError(problems, title="invalid MonkeyJumpConfig")
 
     @property
     def scaling(self) -> float:
         return self.alpha / self.r
-
-    @property
-    def allocates_rank(self) -> bool:
-        return self.adapter == "adalora" and self.target_r is not None and self.target_r < self.r
 
     @property
     def uses_centers(self) -> bool:
@@ -226,6 +157,11 @@ class MonkeyJumpConfig(PeftConfig):
     def learns_router(self) -> bool:
         return self.placement != "nested" and self.router in LEARNED_ROUTERS
 
+    @property
+    def contrastive_weight(self) -> float:
+        """The weight of the contrastive loss, which two placements have."""
+        return self.more.contrastive_weight if self.placement == "nested" else self.projection.contrastive_weight
+
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and tell the reader of the model card which import loading needs."""
         super().save_pretrained(save_directory, **kwargs)
@@ -234,3 +170,30 @@ class MonkeyJumpConfig(PeftConfig):
             card.seek(0)
             if "import monkeyjump" not in card.read():
                 card.write(MODEL_CARD_NOTE)
+
+
+def _take_options_as_keywords(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor with every option as a keyword too; the signature stays that of the fields.
+
+    PEFT drops what it does not find in the signature as soon as a file holds one unknown name. Unknown names of a file
+    (it spells its `peft_type`) are therefore dropped here, with PEFT's warning, before PEFT would drop the options.
+    """
+
+    @functools.wraps(init)
+    def constructor(self: MonkeyJumpConfig, *args: Any, **given: Any) -> None:
+        saved = type(given.get("peft_type")) is str  # a copied configuration has PEFT's enumeration there
+        self.__dict__["_given_options"] = {name: given.pop(name) for name in OPTION_NAMES if name in given}, saved
+        unknown = sorted(given.keys() - {field.name for field in fields(self)}) if saved else []
+        if unknown:
+            message = f"Unexpected keyword arguments {unknown} for class MonkeyJumpConfig: ignored."
+            warnings.warn(message, MonkeyJumpWarning, stacklevel=2)
+        init(self, *args, **{name: value for name, value in given.items() if name not in unknown})
+
+    return constructor
+
+
+MonkeyJumpConfig.__init__ = _take_options_as_keywords(MonkeyJumpConfig.__init__)  # type: ignore[method-assign]
+_kinds = [f"method_options with {kind.needs}:\n{described(fields(kind))}" for kind in KINDS.values()]
+MonkeyJumpConfig.__doc__ = "\n\n".join(
+    [inspect.cleandoc(MonkeyJumpConfig.__doc__ or ""), described(fields(MonkeyJumpConfig)), *_kinds]
+)

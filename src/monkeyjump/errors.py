@@ -1,4 +1,4 @@
-"""The one error users see for their own input: every problem at once, each with its fix."""
+"""The one error that users see for their own input, with every problem and its fix, and the class of our warnings."""
 
 from __future__ import annotations
 
@@ -16,3 +16,7 @@ class ConfigError(ValueError):
             lines = "\n".join(f"  - {problem}" for problem in self.problems)
             message = f"{title}, {len(self.problems)} problems:\n{lines}"
         super().__init__(message)
+
+
+class MonkeyJumpWarning(UserWarning):
+    """Every warning of this package has this class, so that a filter can name them wherever they seem to come from."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from typing import Any, Literal
 from monkeyjump.errors import ConfigError
 
 FORMAT = 1  # under the key "monkeyjump_record": what makes a JSON file one of ours
-PACKAGES = ("torch", "transformers", "peft", "monkeyjump")
+PACKAGES = ("torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel")
 Status = Literal["finished", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = ("finished", "failed", "cancelled")
 
@@ -60,6 +61,7 @@ def _is_absolute(text: str) -> bool:
     return text.startswith("~") or PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
 
 
+@cache  # a process runs the source it has imported, however the files change later
 def source_commit() -> str | None:
     """The commit this package's source is at (with "-dirty" if files were changed since); None for an installed one."""
     here = Path(__file__).resolve()
@@ -179,6 +181,21 @@ def write_atomic(path: str | Path, text: str) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def writable_folder(folder: str | Path, field: str) -> Path:
+    """Make a folder and be sure that files can be written there, before the work whose results it is for."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, ValueError) as error:
+        reason = "it is a file" if folder.is_file() else error
+        raise ConfigError(
+            f"{field}={str(folder)!r} is no folder that can be written ({reason}). Name another one.",
+            title="no place for results",
+        ) from error
 
 
 def jsonable(value: Any) -> Any:

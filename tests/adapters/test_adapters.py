@@ -12,7 +12,7 @@ from torch import nn
 import monkeyjump as mj
 from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter, Adapter, LoraFaAdapter, PropulsionAdapter
 from monkeyjump.ops import reference as ops
-from monkeyjump.tuner.allocation import rank_budget
+from monkeyjump.tuner.training.rank_budget import rank_budget
 from tests.helpers import ADAPTER_NAMES, adapted, gradients, lm_batch, mj_config
 
 IN, OUT, TOKENS = 64, 24, 50
@@ -228,3 +228,25 @@ def test_adalora_keeps_the_most_important_ranks_of_the_whole_model() -> None:
     assert budget == len(adapters)
     per_adapter = {int(torch.count_nonzero(adapter.diagonal)) for adapter in adapters}
     assert len(per_adapter) > 1  # ranks went where they matter, not one to each
+
+
+@pytest.mark.parametrize("name", ADAPTER_NAMES)
+def test_a_reset_adapter_is_a_new_one(name: str) -> None:
+    """`reset_parameters` gives the identity back, and a gradient to everything that a new adapter gives one to."""
+    torch.manual_seed(0)
+    adapter = ADAPTERS.get(name)(6, 5, mj_config(adapter=name))
+    x, base = torch.randn(4, 6), torch.randn(4, 5)
+
+    def moved() -> dict[str, bool]:
+        adapter.zero_grad()
+        out = adapter(x, base, base, None)
+        assert torch.equal(out, base)
+        out.square().sum().backward()
+        return {key: bool(value.grad.any()) for key, value in adapter.named_parameters() if value.grad is not None}
+
+    new = moved()
+    assert any(new.values())
+    for parameter in adapter.parameters():
+        parameter.data.normal_()
+    adapter.reset_parameters()
+    assert moved() == new

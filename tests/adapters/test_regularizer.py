@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import monkeyjump as mj
 from monkeyjump.adapters.adalora import AdaLoraAdapter
-from monkeyjump.tuner.auxiliary import active_adapters, auxiliary_loss
+from monkeyjump.tuner.training.regularizer import active_adapters, auxiliary_loss
 from tests.helpers import disturb, mj_config, tiny_llama
 
 
@@ -26,7 +26,7 @@ def test_regularisers_of_many_adapters_are_those_of_each() -> None:
         assert len(each) == 6
         found = auxiliary_loss(model.base_model.model)
         assert found is not None
-        torch.testing.assert_close(found, config.orth_reg_weight * torch.stack(each).mean())  # type: ignore[arg-type]
+        torch.testing.assert_close(found, AdaLoraAdapter.option("orth_reg_weight", config) * torch.stack(each).mean())  # type: ignore[arg-type]
 
 
 def defects_one_by_one(adapter: Any) -> torch.Tensor:
@@ -53,7 +53,10 @@ def test_gradients_of_the_regulariser_are_those_of_its_definition(method: str, a
         found = auxiliary_loss(model.base_model.model)
     assert found is not None
     gradients = torch.autograd.grad(1024 * found, factors)
-    expected = config.orth_reg_weight * torch.stack([defects_one_by_one(adapter) for adapter in adapters]).mean()
+    expected = (
+        AdaLoraAdapter.option("orth_reg_weight", config)
+        * torch.stack([defects_one_by_one(adapter) for adapter in adapters]).mean()
+    )
     torch.testing.assert_close(found, expected)
     for one, other in zip(gradients, torch.autograd.grad(1024 * expected, factors), strict=True):
         assert one.stride() == other.stride()

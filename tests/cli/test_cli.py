@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from tests.tiny_folder import save_tiny_model, write_recipe
 def test_help_is_quick_and_fits_80_columns(verb: str) -> None:
     command = [sys.executable, "-m", "monkeyjump", *([verb] if verb else []), "--help"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, env={"COLUMNS": "80", "PATH": ""}, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "80", "PATH": ""}, check=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # processor time: what the program needs, however busy the machine is
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
@@ -25,15 +28,19 @@ def test_help_is_quick_and_fits_80_columns(verb: str) -> None:
     assert "usage: monkeyjump" in done.stdout
 
 
-def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys; sys.argv = ['monkeyjump', '--help']\n"
-        "from monkeyjump.cli.main import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+def test_importing_the_package_registers_the_method_whatever_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "__init__.py").write_text("import monkeyjump\n")
+    (tmp_path / "program" / "train.py").write_text(
+        "import sys\n"
+        "light = 'torch' not in sys.modules\n"
+        "from monkeyjump.tuner.layer import MonkeyJumpLayer\n"  # here PEFT is imported by what registering imports
+        "from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING\n"
+        "print(light, PEFT_TYPE_TO_TUNER_MAPPING['MONKEYJUMP'].tuner_layer_cls is MonkeyJumpLayer)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False False"
+    command = [sys.executable, "-W", "ignore", "-m", "program.train", "--method", "monkeyjump"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_bad_input_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +63,8 @@ def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_then_evaluate_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
-    assert main(["train", str(recipe), f"output={tmp_path / 'run'}", "train.max_steps=4", "train.save_steps=4"]) == 0
+    settings = ["train.max_steps=4", "train.save_steps=4", "name=$^$"]  # not a formula of a plot
+    assert main(["train", str(recipe), f"output={tmp_path / 'run'}", *settings]) == 0
     text = capsys.readouterr().out
     for name in ("adapter", "evaluation.html", "expert-usage.png", "record.json", "Try next"):
         assert name in text
@@ -67,10 +75,13 @@ def test_train_then_evaluate_from_the_command_line(tmp_path: Path, capsys: pytes
 
 
 def test_run_registers_the_method_for_programs_that_do_not_import_it() -> None:
-    code = "import peft; print(peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING['MONKEYJUMP'].__name__)"
+    code = (
+        "import sys; light = 'torch' not in sys.modules\n"  # a child that never imports PEFT pays nothing
+        "import peft; print(light, peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING['MONKEYJUMP'].__name__)"
+    )
     command = [sys.executable, "-m", "monkeyjump", "run", "--", sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("MonkeyJumpModel")
+    assert done.stdout.split() == ["True", "MonkeyJumpModel"]
 
 
 def test_methods_counts_on_a_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,4 +96,4 @@ def test_methods_counts_on_a_shape(capsys: pytest.CaptureFixture[str], monkeypat
     assert "Tian" in capsys.readouterr().out
     assert main(["methods", "--about", "hydra"]) == 2
     assert main(["methods", "--model", "tiny", "--preset", "published", "--targets", "nothing"]) == 0
-    assert "names 'nothing'" in capsys.readouterr().out
+    assert "names 'nothing'" in " ".join(capsys.readouterr().out.split())  # said once for all methods, wrapped

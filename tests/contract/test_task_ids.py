@@ -126,9 +126,9 @@ def test_trainer(adapter: str, road: str, tmp_path: Path) -> None:
 
 
 def test_trainer_that_drops_the_column_says_what_to_set(tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    data = Dataset.from_list([{k: v.tolist() for k, v in row.items()} | {"task_ids": 1} for row in rows()])
+    data = pytest.importorskip("datasets").Dataset.from_list(
+        [{k: v.tolist() for k, v in row.items()} | {"task_ids": 1} for row in rows()]
+    )
     trainer = Trainer(task_model(), arguments(tmp_path), train_dataset=data, callbacks=[mj.MonkeyJumpCallback()])
     with pytest.raises(mj.ConfigError, match="remove_unused_columns=False"):
         trainer.train()

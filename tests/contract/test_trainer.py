@@ -95,7 +95,7 @@ def test_data_order_is_that_of_a_run_without_callback(tmp_path: Path) -> None:
     states = []
     for callbacks in ([], [callback()]):
         torch.manual_seed(3)
-        model = model_for("lora", center_init="random_normalized")
+        model = model_for("lora", center_init="random_normalized", ema_interval=1)
         batches: list[torch.Tensor] = []
         trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=callbacks)
         model.register_forward_pre_hook(

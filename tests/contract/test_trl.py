@@ -180,7 +180,7 @@ def test_padding_free_is_padded(tmp_path: Path, tokenizer) -> None:
     """The same four sequences side by side or in one row: the same staged statistics."""
     staged = []
     for changes in ({}, {"padding_free": True, "max_length": None}):
-        model = wrap(tiny_llama(), mj_config(granularity="sequence"))
+        model = wrap(tiny_llama(), mj_config(granularity="sequence", ema_interval=1))
         run = trainer(tmp_path, tokenizer, model, pairs(count=4), max_steps=1, gradient_checkpointing=False, **changes)
         batch = next(iter(run.get_train_dataloader()))
         model.train()

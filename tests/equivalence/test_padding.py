@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 
 import monkeyjump as mj
-from monkeyjump.tuner import calibrate
+from monkeyjump.tuner.centers import calibrate
 from tests.helpers import adapted, assert_same, centers, padded, routing_state, tiny_llama, token_ids
 
 LENGTHS = (5, 9, 7)
@@ -94,8 +94,8 @@ def test_statistics_and_centres(mode: dict[str, Any]) -> None:
         padded_state[side] = routing_state(model)
         model(**batch_of(side))
         padded_centers[side] = centers(model)
-    assert_same(padded_state["left"], padded_state["right"], rtol=1e-5, atol=1e-5)
-    assert_same(padded_centers["left"], padded_centers["right"], rtol=1e-5, atol=1e-5)
+    assert_same(padded_state["left"], padded_state["right"], rtol=1e-4, atol=1e-5)
+    assert_same(padded_centers["left"], padded_centers["right"], rtol=1e-4, atol=1e-5)
     alone: dict[str, torch.Tensor] = {}
     for row, labels in zip(*sentences(), strict=True):
         model = model_of(mode).train()
@@ -145,4 +145,5 @@ def test_a_row_of_padding_alone_counts_for_nothing(mode: dict[str, Any]) -> None
         model = model_of(mode).train()
         model(**candidate)
         states.append(routing_state(model))
-    assert_same(states[0], states[1], rtol=1e-5, atol=1e-6)
+    # one row more is another product: sums of raw states, of about 10, in another order
+    assert_same(states[0], states[1], rtol=1e-4, atol=1e-5)

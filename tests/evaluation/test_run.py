@@ -140,6 +140,20 @@ def test_html_is_self_contained_and_escaped(report):
     assert "&lt;b&gt;" in nasty.to_html()
 
 
+def test_names_are_neither_markup_nor_formulas():
+    from rich.console import Console
+
+    row = ReportRow("task", "=1+1 [/red] [x]", "-f", "accuracy", 3, base=-0.5, base_interval=metrics.Interval(-0.5, 1))
+    nasty = EvaluationReport([row], [row], row, {"model": "[/m]"})
+    out = io.StringIO()
+    Console(file=out, width=80).print(nasty.table())
+    assert "=1+1 [/red] [x]" in out.getvalue()
+    assert "[/m]" in out.getvalue()
+    cells = list(csv.reader(io.StringIO(nasty.to_csv())))[1]
+    assert cells[1:3] == ["'=1+1 [/red] [x]", "'-f"]
+    assert cells[6:8] == ["-0.5", "-0.5"]  # numbers stay numbers
+
+
 def test_text_fits_eighty_columns(report):
     from rich.console import Console
 

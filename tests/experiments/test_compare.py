@@ -12,7 +12,7 @@ import pytest
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import compare as module
-from monkeyjump.experiments.compare import compare, with_controls
+from monkeyjump.experiments.compare import Cell, compare, with_controls
 from monkeyjump.experiments.tables import comparison_rows, save_comparison
 from monkeyjump.training.recipe import Recipe, load_recipe
 from tests.tiny_folder import save_tiny_model, write_recipe
@@ -24,15 +24,18 @@ class FakeRuns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, float, int, bool]] = []
         self.gates: list[float] = []
+        self.settings: list[dict[str, Any]] = []
         self.tested: list[str] = []
         self.diverge: set[float] = set()  # rates at which training blows up
         monkeypatch.setattr(module, "run", self.run)
+        monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
         monkeypatch.setattr(module, "score_on_test", self.test)
         monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
 
     def run(self, recipe: Recipe, *, overwrite: bool, test: bool) -> Any:
         lr = recipe.train.lr
+        self.settings.append(recipe.adapter)
         self.asked.append((recipe.method, lr, recipe.seed, test))
         if recipe.method.endswith("_uniform"):
             self.gates.append(recipe.adapter["uniform_gate"])
@@ -70,6 +73,14 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     return FakeRuns(monkeypatch)
 
 
+def test_an_option_goes_to_the_methods_that_read_it(fakes: FakeRuns, tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", ["adapter.tasks=14", "adapter.r=4"])
+    compare(recipe, ["lora", "more"], [0], [1e-3], tmp_path, controls=False)
+    assert fakes.settings == [{"init_tokens": 1000, "r": 4}, {"init_tokens": 1000, "r": 4, "tasks": 14}]
+    with pytest.raises(ConfigError, match="tasks=14 needs placement='nested'"):
+        compare(recipe, ["lora"], [0], [1e-3], tmp_path, controls=False)
+
+
 def test_the_rate_is_chosen_on_validation_and_only_final_runs_see_test(fakes: FakeRuns, tmp_path: Path) -> None:
     found = compare(load_recipe("quickstart"), ["lora"], [0, 1], [1e-3, 2e-3, 4e-3], tmp_path)
     assert found.best_lr("lora") == 2e-3
@@ -85,6 +96,8 @@ def test_a_rate_at_which_training_diverged_is_not_chosen(fakes: FakeRuns, tmp_pa
     assert compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path).best_lr("lora") == 1e-3
     fakes.diverge = {1e-3, 2e-3}
     assert compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path / "b").best_lr("lora") == 2e-3
+    assert fakes.tested == ["lora"]  # what diverged was trained again: it may be no adapter that loads
+    assert fakes.asked[-1] == ("lora", 2e-3, 0, True)
 
 
 def test_a_stopped_comparison_goes_on_where_it_stopped(fakes: FakeRuns, tmp_path: Path) -> None:
@@ -130,6 +143,8 @@ def test_tables_pair_differences_by_seed(fakes: FakeRuns, tmp_path: Path) -> Non
     json_path, csv_path = save_comparison(found, tmp_path)
     record = json.loads(json_path.read_text())
     assert record["metrics"]["results"]["mean"]["lora"] == pytest.approx([0.65, 0.66, 0.67])
+    found.searched = [Cell("lora", lr, 0, {"validation": score}) for lr, score in ((1.0, None), (2.0, 0.0))]
+    assert found.best_lr("lora") == 2.0  # a validation that never came to a number
     assert csv_path.read_text().splitlines()[0] == "task,lora mean,lora sd,mjlora mean,mjlora sd"
 
 

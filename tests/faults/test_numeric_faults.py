@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monkeyjump as mj
-from monkeyjump.tuner.sample import OVERSAMPLE, Reservoir
+from monkeyjump.tuner.centers.sample import OVERSAMPLE, Reservoir
 from tests.helpers import (
     ADAPTER_NAMES,
     adapted,
@@ -26,6 +24,7 @@ from tests.helpers import (
     token_ids,
     wrap,
 )
+from tests.processes import in_new_processes
 
 
 class Synchronisations(TorchDispatchMode):
@@ -171,15 +170,16 @@ def order_of_modules() -> str:
     return repr((list(layers_of(model)), first, trace.experts("0")))
 
 
-def test_b25_initialisation_does_not_depend_on_the_hash_seed() -> None:
-    root = Path(__file__).parents[2]
-    code = "from tests.faults.test_numeric_faults import order_of_modules; print(order_of_modules())"
-    # this process has a hash seed of its own, drawn at its start
-    other = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert other.stdout.strip() == order_of_modules()
+def write_order_of_modules(_: int, path: Path) -> None:
+    torch.save((hash("a name"), order_of_modules()), path)
+
+
+def test_b25_initialisation_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
+    """The other process comes from an interpreter which, as this one, drew a hash seed of its own at its start."""
+    in_new_processes(write_order_of_modules, tmp_path / "other")
+    other, order = torch.load(tmp_path / "other")
+    assert other != hash("a name") or "PYTHONHASHSEED" in os.environ
+    assert order == order_of_modules()
 
 
 class TwoOfAName(nn.Module):

@@ -9,10 +9,10 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.ops import reference as ops
+from monkeyjump.routing.centroid import decide
 from monkeyjump.routing.ema import committed
 from monkeyjump.routing.granularity import CallInputs, select
 from monkeyjump.routing.kmeans import spherical_kmeans
-from monkeyjump.routing.router import route
 from tests.helpers import (
     adapted,
     assert_same,
@@ -41,7 +41,7 @@ def test_b01_momentum_works_whatever_the_norm_of_the_states(space: str) -> None:
     found = spherical_kmeans(other[None], 2)
     old = found.centers[0] if space == "normalized" else found.centers[0] * found.mean_norms[0][:, None]
     selection = select(CallInputs((1, 64), h.device), "token", "prompt")
-    decision = route(h, old, None, selection, config, with_statistics=True)
+    decision = decide(h, old, None, selection, config, with_statistics=True)
     assert decision.sums is not None
     assert decision.counts is not None
     winner = int(decision.counts.argmax())
@@ -86,7 +86,7 @@ def test_b02_even_nan_states_under_padding_stage_nothing() -> None:
     poisoned = h.masked_fill(~mask[..., None], float("nan"))
     config = mj_config()
     selection = select(CallInputs((2, 5), h.device, mask=mask), "token", "prompt")
-    found = [route(x, torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), None, selection, config,
+    found = [decide(x, torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), None, selection, config,
                    with_statistics=True) for x in (h, poisoned)]  # fmt: skip
     torch.testing.assert_close(found[0].sums, found[1].sums)
     torch.testing.assert_close(found[0].counts, found[1].counts)
@@ -103,7 +103,7 @@ def test_b03_the_last_token_is_found_under_left_padding(sequence_token: str) -> 
 
 def test_b04_four_dimensional_masks_are_read_on_their_diagonal() -> None:
     """Also when the keys are longer than the queries (static cache) and under a sliding window."""
-    from monkeyjump.tuner.inputs import real_tokens
+    from monkeyjump.tuner.block_inputs import real_tokens
 
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
     causal = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -121,7 +121,7 @@ def test_b04_four_dimensional_masks_are_read_on_their_diagonal() -> None:
 def test_b04_the_mask_is_not_lost_under_checkpointing(reentrant: bool) -> None:
     states = []
     for checkpointing in (False, True):
-        model = adapted(ema_interval=1).train()
+        model = adapted(tiny_llama(use_cache=False), ema_interval=1).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
@@ -169,7 +169,8 @@ def test_b07_mode_names_are_validated_and_queries_and_centres_come_from_the_same
         with pytest.raises(mj.ConfigError, match=f"{field}='{value}' is not known"):
             mj_config(**{field: value})
     for mode in ("prompt", "last", "mean", "max"):
-        model = wrap(tiny_llama(1), center_init="random_tokens", granularity="sequence", sequence_token=mode, top_k=1)
+        settings: dict[str, Any] = {"granularity": "sequence", "sequence_token": mode, "top_k": 1, "ema_interval": 1}
+        model = wrap(tiny_llama(1), center_init="random_tokens", **settings)
         batch = lm_batch(3, 8, prompt=3)
         mj.initialize_centers(model, [batch], num_tokens=3, progress=False)
         with torch.no_grad():
@@ -202,12 +203,12 @@ def test_b09_jitter_is_additive_in_training_only_and_never_reaches_the_ema() -> 
     selection = select(CallInputs((1, 2000), h.device), "token", "prompt")
     noisy, clean = mj_config(jitter=0.5, top_k=1), mj_config(jitter=0.0, top_k=1)
     torch.manual_seed(0)
-    training = route(h, orthogonal, None, selection, noisy, training=True, with_statistics=True)
+    training = decide(h, orthogonal, None, selection, noisy, training=True, with_statistics=True)
     shares = (training.gates > 0).float().mean((0, 1))
     assert shares.min() > 0.25
-    quiet = route(h, orthogonal, None, selection, clean, training=True, with_statistics=True)
+    quiet = decide(h, orthogonal, None, selection, clean, training=True, with_statistics=True)
     torch.testing.assert_close(training.sums, quiet.sums)
     torch.testing.assert_close(training.counts, quiet.counts)
-    evaluation = route(h, orthogonal, None, selection, noisy, training=False)
+    evaluation = decide(h, orthogonal, None, selection, noisy, training=False)
     assert torch.equal(evaluation.gates, quiet.gates)
     assert torch.equal(ops.top_k_mask(torch.zeros(2, 3), 1), torch.tensor([[True, False, False]] * 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def steps(model: PeftModel) -> set[int]:
 def test_b10_checkpointing_does_not_double_the_updates(reentrant: bool) -> None:
     results = []
     for checkpointing in (False, True):
-        model = adapted(ema_interval=1)
+        model = adapted(tiny_llama(use_cache=False), ema_interval=1)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
@@ -154,7 +155,8 @@ def test_b15_gradients_do_not_grow_with_accumulation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", ["lora", "lora_fa", "adalora", "propulsion"])
 def test_b16_an_expert_that_nobody_chose_has_a_zero_gradient_not_none(adapter: str) -> None:
-    model = adapted(tiny_llama(1), adapter=adapter, top_k=1, orth_reg_weight=0.0).train()
+    quiet: Any = {"adapter_options": {"orth_reg_weight": 0.0}} if adapter == "adalora" else {}
+    model = adapted(tiny_llama(1), adapter=adapter, top_k=1, **quiet).train()
     batch = lm_batch()
     layers = routed_layers(model)
     with torch.no_grad():

@@ -11,7 +11,7 @@ import monkeyjump as mj
 from monkeyjump.adapters.parallel import ParallelBottleneck
 from monkeyjump.adapters.prompt import AttentionPrompt
 from monkeyjump.routing.learned import LearnedRouter
-from monkeyjump.routing.ranks import RankSelector
+from monkeyjump.routing.more_ranks import RankSelector
 from tests.helpers import disturb, lm_batch, tiny_llama, wrap
 from tests.tuner.test_count import ATTENTION
 

@@ -28,7 +28,8 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({**MIXTURE, "threshold": 0.5}, "router='sigmoid'"),
     ({"router": "sigmoid", "threshold": 2.0}, "must be in \\(0, 1\\]"),
     ({"top_k": None}, "needs a learned router"),
-    ({"aux_loss_weight": 0.1}, "set router='linear', or drop it"),
+    ({"router": "sigmoid", "aux_loss_weight": 0.1}, "balances router='linear', not router='sigmoid'"),
+    ({"aux_loss_weight": 0.1}, "needs router='linear' or router='sigmoid', not router='centroid'"),
     ({"contrastive_weight": 0.1}, "placement='projection'"),
     ({"router": "linear", "router_init": "zeros"}, "choose one of normal, kaiming"),
     ({"placement": "nested", "task_width": 0}, "task_width=0"),
@@ -39,6 +40,11 @@ VALUES: list[tuple[dict[str, Any], str]] = [
 def test_values(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(mj.ConfigError, match=message):
         mj_config(shared_modules=None, **settings)
+
+
+def test_options_in_a_dict_are_overrides_too() -> None:
+    config = mj.methods.build("moelora", method_options={"aux_loss_weight": 0.5}, lb_norm="mixtral")
+    assert config.method_options == {"aux_loss_weight": 0.5, "lb_norm": "mixtral"}
 
 
 def test_top_k_above_the_experts_of_some_block() -> None:

@@ -15,9 +15,9 @@ from tests.helpers import PAD, adapted, assert_same, gradients, lm_batch, padded
 from tests.methods.common import LOUD, METHODS, batch_for, moved
 
 lora_kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
-from monkeyjump.ops.kernels import few as few_kernels  # noqa: E402
+from monkeyjump.ops.kernels import lora_few_tokens as few_kernels  # noqa: E402
+from monkeyjump.ops.kernels import propulsion as scale_kernels  # noqa: E402
 from monkeyjump.ops.kernels import route as route_kernels  # noqa: E402
-from monkeyjump.ops.kernels import scale as scale_kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # of logits of about 10, after a few blocks in fp32
@@ -25,13 +25,13 @@ KERNELS = {
     "down": lora_kernels,
     "up": lora_kernels,
     "at_once": few_kernels,
-    "route": route_kernels,
-    "route_and_sum": route_kernels,
+    "token_gates": route_kernels,
+    "token_gates_and_sums": route_kernels,
     "scale": scale_kernels,
 }
 LOW_RANK = {"down", "up"}
 WORK = {"at_once": LOW_RANK}  # of a launch that does what several others do
-ROUTED = {"route_and_sum"}
+ROUTED = {"token_gates_and_sums"}
 # what a training step of a method launches; a mixture of Propulsions is elementwise work beside its routers' logits
 EXPECTED: dict[str, set[str]] = {
     "propulsion": {"scale"},
@@ -65,13 +65,18 @@ def padded_batch(method: str, seed: int) -> dict[str, torch.Tensor]:
     return on_device(batch)
 
 
-# after one forward the projections know who shares their input: these have a second, whose gradients are compared
+# methods with a second forward, whose gradients are compared
 TWICE = ("lora", "hydralora", "moe_lora_fa", "mjlora", "mjlorafa", "mjadalora", "mjpropulsion")
+
+
+def follows(method: str) -> dict[str, Any]:
+    """Centres that follow every forward, so that every forward takes statistics."""
+    return {"ema_interval": 1} if method.startswith("mj") else {}
 
 
 def trained(method: str, choice: str) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """Loss, logits of the real tokens and routing state of every forward, and the gradients of the last."""
-    model = moved(method, **LOUD.get(method, {})).to(DEVICE).train()
+    model = moved(method, **LOUD.get(method, {}), **follows(method)).to(DEVICE).train()
     history = []
     torch.manual_seed(3)
     with implementation(choice):
@@ -95,7 +100,7 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "mola"])  # moelora, in more blocks
 def test_triton_is_torch(method: str, launches: Counter[str]) -> None:
     expected, model = trained(method, "torch")
     assert not launches
@@ -132,7 +137,10 @@ AUTOCAST = {**dict.fromkeys(("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
 def test_autocast_of_a_model_in_its_dtype_changes_nothing(method: str, launches: Counter[str]) -> None:
     """As a Trainer with bf16=True runs a model that was loaded in bf16."""
     plain, cast = (
-        step(moved(method, dropout=0.3).to(DEVICE).to(torch.bfloat16).train(), method, autocast)
+        step(
+            moved(method, tiny_llama(1), dropout=0.3, **follows(method)).to(DEVICE).to(torch.bfloat16).train(),
+            *(method, autocast),
+        )
         for autocast in (False, True)
     )
     assert set(launches) == EXPECTED.get(method, LOW_RANK)
@@ -146,7 +154,7 @@ def test_autocast_of_a_model_in_fp32(method: str, launches: Counter[str]) -> Non
     """Kernels on what autocast has cast: as near to fp32 as torch, and with the dtypes that torch gives."""
     found = {}
     for name, choice, autocast in (("exact", "torch", False), ("torch", "torch", True), ("triton", "triton", True)):
-        model = moved(method, top_k=AUTOCAST[method]).to(DEVICE).train()
+        model = moved(method, top_k=AUTOCAST[method], **follows(method)).to(DEVICE).train()
         with implementation(choice), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
             out = model(**padded_batch(method, 0))
         out.loss.backward()
@@ -156,17 +164,17 @@ def test_autocast_of_a_model_in_fp32(method: str, launches: Counter[str]) -> Non
     for key, value in found["exact"].items():
         assert found["triton"][key].dtype == found["torch"][key].dtype
         off = {name: float((found[name][key].float() - value).norm()) for name in ("torch", "triton")}
-        cut = 4 if DEVICE == "cpu" else 1.5  # the interpreter cuts off where a GPU rounds
-        assert off["triton"] <= cut * off["torch"] + 1e-3 * float(value.norm()), key
+        # the interpreter cuts off where a GPU rounds: up to two units of bf16, one way, where torch loses half of one
+        cut, lost = (4, 2**-7) if DEVICE == "cpu" else (1.5, 1e-3)
+        assert off["triton"] <= cut * off["torch"] + lost * float(value.norm()), key
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @pytest.mark.parametrize(("method", "reentrant"), [("mjlora", True), ("mjlorafa", False), ("lora", False)])
 def test_gradient_checkpointing_on_is_off(method: str, reentrant: bool) -> None:
     """At the first step already, with dropout, whose seed the recomputation draws again."""
     results = []
     for checkpointing in (False, True):
-        model = moved(method, dropout=0.3).to(DEVICE).train()
+        model = moved(method, tiny_llama(1), dropout=0.3).to(DEVICE).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()

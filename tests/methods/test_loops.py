@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from peft import PeftModel
 from torch import nn
 
 import monkeyjump as mj
+from monkeyjump.adapters import AdaLoraAdapter
 from tests.helpers import assert_same, gradients, layers_of, lm_batch
 from tests.methods.common import LOUD, moved
 
@@ -39,8 +41,11 @@ class Loop:
     def __init__(self, model: PeftModel) -> None:
         self.model = model
         self.config: mj.MonkeyJumpConfig = copy.copy(model.peft_config["default"])  # type: ignore[assignment]
-        for weight in ("aux_loss_weight", "contrastive_weight", "orth_reg_weight"):
-            setattr(model.peft_config["default"], weight, 0.0)
+        quiet: Any = model.peft_config["default"]
+        quiet.learned = replace(quiet.learned, aux_loss_weight=0.0)
+        quiet.projection = replace(quiet.projection, contrastive_weight=0.0)
+        if quiet.adapter == "adalora":
+            quiet.adapter_options = {**(quiet.adapter_options or {}), "orth_reg_weight": 0.0}
         self.balance: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.gates: dict[str, torch.Tensor] = {}
         for path, layer in layers_of(model).items():
@@ -57,10 +62,12 @@ class Loop:
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             h = args[0] if args else kwargs["hidden_states"]
             layers = self.layers_in(block)
-            if not layers or (self.config.placement == "projection" and self.config.router_scope == "projection"):
+            if not layers or (
+                self.config.placement == "projection" and self.config.projection.router_scope == "projection"
+            ):
                 return
             if self.config.router == "uniform":
-                gates = torch.full((*h.shape[:2], len(layers)), self.config.uniform_gate)
+                gates = torch.full((*h.shape[:2], len(layers)), self.config.uniform.uniform_gate)
             elif self.config.router == "centroid":
                 centers = [layer.monkeyjump_center["default"] for layer in layers.values()]
                 cosines = [F.cosine_similarity(h.detach(), center, dim=-1) for center in centers]
@@ -74,7 +81,7 @@ class Loop:
         return enter
 
     def learned(self, router: Any, x: torch.Tensor) -> torch.Tensor:
-        if router.config.router_hidden == "swiglu":
+        if router.config.sigmoid.router_hidden == "swiglu":
             hidden = F.silu(x @ router.hidden_gate.T + router.hidden_gate_bias)
             logits = (hidden * (x @ router.hidden_up.T + router.hidden_up_bias)) @ router.weight.T
         else:
@@ -86,11 +93,11 @@ class Loop:
             self.balance.append((used.mean(0) / used.mean(0).sum(), p.flatten(0, 1).mean(0)))
             return gates
         p = torch.sigmoid(logits + router.bias)
-        if self.config.threshold is None:
+        if self.config.sigmoid.threshold is None:
             return p
-        bar = self.config.threshold * torch.sigmoid(x @ router.threshold.T + router.threshold_bias)
+        bar = self.config.sigmoid.threshold * torch.sigmoid(x @ router.threshold.T + router.threshold_bias)
         assert 0 < (p >= bar).float().mean() < 1
-        if self.config.threshold_grad == "subtract":
+        if self.config.sigmoid.threshold_grad == "subtract":
             return torch.where(p >= bar, p - bar, 0.0)
         step = (p >= bar).float()
         return p * (step.detach() + (p - bar) - (p - bar).detach())
@@ -111,7 +118,11 @@ class Loop:
             adapter = layer.monkeyjump_adapter["default"]
             if "default" not in layer.routers:
                 gates = torch.ones(*x.shape[:-1], 1)
-            elif "default" in layer.monkeyjump_router and self.config.router_scope == "projection" and self.many:
+            elif (
+                "default" in layer.monkeyjump_router
+                and self.config.projection.router_scope == "projection"
+                and self.many
+            ):
                 gates = self.learned(layer.monkeyjump_router["default"], x)
             else:
                 gates = self.gates[path]
@@ -130,27 +141,30 @@ class Loop:
         config, r = self.config, self.config.r
         if config.adapter == "propulsion":
             offset = adapter.offset[n] if adapter.offset.dim() == 2 else adapter.offset
-            return y * ((1 + offset) ** config.degree - 1)
+            return y * ((1 + offset) ** adapter.degree - 1)
         ranks = slice(n * r, (n + 1) * r)
-        z = x @ (adapter.A if config.share_A else adapter.A[ranks]).T
+        z = x @ (adapter.A if config.projection.share_A else adapter.A[ranks]).T
         if config.adapter == "adalora":
             z = z * adapter.diagonal[ranks]
         return config.alpha / r * (z @ adapter.B[:, ranks].T)
 
     def extra_loss(self) -> torch.Tensor:
         config, extra = self.config, torch.zeros(())
-        if config.aux_loss_weight:
+        if config.learned.aux_loss_weight:
             pairs = self.balance
-            if config.lb_reduce == "global":
+            if config.learned.lb_reduce == "global":
                 loads, probabilities = zip(*pairs, strict=True)
                 pairs = [(torch.stack(loads).mean(0), torch.stack(probabilities).mean(0))]
-            factor = config.top_k or 1 if config.lb_norm == "mixtral" else 1
+            factor = config.top_k or 1 if config.learned.lb_norm == "mixtral" else 1
             losses = [len(f) * (f * p).sum() * factor for f, p in pairs]
             total = sum(losses)
-            extra = extra + config.aux_loss_weight * (total if config.lb_reduce == "sum" else total / len(losses))
+            extra = extra + config.learned.aux_loss_weight * (
+                total if config.learned.lb_reduce == "sum" else total / len(losses)
+            )
         if config.adapter == "adalora":
             adapters = [layer.monkeyjump_adapter["default"] for layer in layers_of(self.model).values()]
-            extra = extra + config.orth_reg_weight * sum(self.orthogonality(a) for a in adapters) / len(adapters)
+            weight = AdaLoraAdapter.option("orth_reg_weight", config)
+            extra = extra + weight * sum(self.orthogonality(a) for a in adapters) / len(adapters)
         return extra
 
     def orthogonality(self, adapter: Any) -> Any:
@@ -178,4 +192,4 @@ def test_fused_equals_the_loop(method: str, changes: dict[str, Any]) -> None:
     assert_same(found, gradients(twin), rtol=1e-5, atol=1e-6)  # centres are fp32
     assert all(value.abs().sum() > 0 for value in found.values())
     if loop.config.learns_router:
-        assert model.base_model.routing.losses.last or not loop.config.aux_loss_weight
+        assert model.base_model.routing.losses.last or not loop.config.learned.aux_loss_weight

@@ -1,4 +1,4 @@
-"""MixLoRA, a mixture of whole feed-forwards: its size, its balance loss, every promise, and bad input."""
+"""MixLoRA, a mixture of whole feed-forwards: its balance loss, every promise, and bad input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ from peft import PeftModel, get_peft_model
 from transformers import BertConfig, BertModel, GenerationConfig
 
 import monkeyjump as mj
-from monkeyjump.tuner.ffn import FeedForwardExperts
-from tests.helpers import PAD, assert_same, disturb, gradients, layers_of, lm_batch, padded, tiny_llama, token_ids, wrap
+from monkeyjump.tuner.routers.mixlora import FeedForwardExperts
+from tests.helpers import (
+    PAD,
+    REORDERED,
+    assert_same,
+    disturb,
+    gradients,
+    layers_of,
+    lm_batch,
+    padded,
+    tiny_llama,
+    token_ids,
+    wrap,
+)
 from tests.methods.structures import (
     EXPERTS,
-    FFN,
     K,
     adapted_mixlora,
     disturb_all,
@@ -25,18 +36,7 @@ from tests.methods.structures import (
     routers,
     spread_routers,
 )
-from tests.tuner.test_count import ATTENTION, qwen2_half_billion
-
-
-@pytest.mark.parametrize(
-    ("targets", "expected"), [(ATTENTION, 356_352), ([*ATTENTION, *FFN], 3_674_112)], ids=["attention", "published"]
-)
-def test_golden_counts(targets: list[str], expected: int) -> None:
-    with torch.device("meta"):
-        model = get_peft_model(qwen2_half_billion(), mixlora(target_modules=targets))
-    count = mj.count_parameters(model)
-    assert count.trainable == expected
-    assert count.router == 24 * 896 * EXPERTS
+from tests.tuner.test_count import ATTENTION
 
 
 def test_the_two_layouts() -> None:
@@ -46,12 +46,12 @@ def test_the_two_layouts() -> None:
     assert matched.experts == 4
 
 
-def test_identity_at_the_start() -> None:
-    batch = lm_batch()
-    expected = tiny_llama()(**batch).logits
-    assert torch.equal(wrap(tiny_llama(), mixlora())(**batch).logits, expected)
-    half = wrap(tiny_llama().bfloat16(), mixlora())(**batch).logits
-    assert torch.equal(half, tiny_llama().bfloat16()(**batch).logits)
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, REORDERED), (torch.bfloat16, {"rtol": 2**-6, "atol": 2**-6})], ids=str
+)
+def test_identity_at_the_start(dtype: torch.dtype, close: dict[str, Any]) -> None:
+    found = wrap(tiny_llama().to(dtype), mixlora())(**lm_batch()).logits
+    torch.testing.assert_close(found, tiny_llama().to(dtype)(**lm_batch()).logits, **close)
 
 
 def test_balance_loss_equals_its_definition() -> None:
@@ -104,7 +104,6 @@ def test_padding_changes_nothing(side: str) -> None:
         torch.testing.assert_close(logits[i][mask[i].bool()], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing_on_equals_off(dropout: float) -> None:
     found = []
@@ -184,7 +183,7 @@ def test_two_adapters_take_turns() -> None:
     one = model(**lm_batch()).logits
     model.add_adapter("other", mixlora(experts=3))
     model.set_adapter("other")
-    assert torch.equal(model(**lm_batch()).logits, tiny_llama()(**lm_batch()).logits)
+    torch.testing.assert_close(model(**lm_batch()).logits, tiny_llama()(**lm_batch()).logits, **REORDERED)
     model.set_adapter("default")
     assert torch.equal(model(**lm_batch()).logits, one)
     model.delete_adapter("other")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from peft import PeftModel
 
 import monkeyjump as mj
-from monkeyjump.routing.ranks import RankSelector, rank_weights
+from monkeyjump.routing.more_ranks import RankSelector, rank_weights
 from tests.helpers import assert_same, gradients, layers_of, token_ids
 from tests.methods.structures import adapted_more, batch_of, selectors
 
@@ -21,7 +21,7 @@ def loop_delta(x: torch.Tensor, adapter: Any, selector: RankSelector, task: int,
     logits = selector.weight @ selector.tasks[task] + selector.bias
     p = torch.softmax(logits, 0)
     j = int(p.argmax())
-    scale = rank_weights(config.r, config.rank_scale)
+    scale = rank_weights(config.r, config.more.rank_scale)
     delta = torch.zeros(*x.shape[:-1], adapter.B.shape[0], dtype=x.dtype)
     for expert in range(config.r):
         one_hot = float(expert == j) + p[expert] - p[expert].detach()

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import GenerationConfig
 
 import monkeyjump as mj
-from tests.helpers import PAD, assert_same, gradients, lm_batch, padded, routing_state, token_ids
+from tests.helpers import PAD, REORDERED, assert_same, gradients, lm_batch, padded, routing_state, token_ids
 from tests.methods.common import (
     CASES,
     LOUD,
@@ -39,11 +39,12 @@ def test_identity_at_the_start(case: str) -> None:
     with torch.no_grad():
         base = base_of(case)(input_ids=batch["input_ids"]).logits
         model = fresh(case)
-        if case in NEARLY_IDENTITY:
-            torch.testing.assert_close(model(**batch).logits, base, rtol=1e-5, atol=1e-5)
-            return
-        spread(model)
-        assert torch.equal(model(**batch).logits, base)
+        if case not in NEARLY_IDENTITY:
+            spread(model)
+        if case in (*NEARLY_IDENTITY, "mixlora published"):  # whose rows are repeated, which is another product
+            torch.testing.assert_close(model(**batch).logits, base, **REORDERED)
+        else:
+            assert torch.equal(model(**batch).logits, base)
 
 
 def losses_and_gradients(method: str, batch: dict[str, torch.Tensor], **changes: Any) -> dict[str, torch.Tensor]:
@@ -79,7 +80,6 @@ def test_padding_changes_nothing(method: str) -> None:
         assert_same(plain, losses_and_gradients(method, padded_batch(method, side)), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
 @pytest.mark.parametrize("method", CASES)
 def test_checkpointing_changes_nothing(method: str) -> None:
     """Two forwards, then two backwards: a recomputation must not see the mask of the later forward, nor stage again."""
@@ -95,15 +95,12 @@ def test_checkpointing_changes_nothing(method: str) -> None:
         losses = [model(**first).loss, model(**second).loss]
         for loss in losses:
             loss.backward()
-        staged = model.base_model.routing.losses
-        assert not staged.probabilities
-        assert not staged.contrastive
+        said = model.base_model.routing.losses.statements.values()
+        assert not any(one.probability is not None or one.contrastive is not None for one in said)
         found.append({"first": losses[0].detach(), "second": losses[1].detach(), **gradients(model)})
     assert_same(found[0], found[1], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_cache=True.*")
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("method", CASES)
 def test_reentrant_checkpointing(method: str) -> None:
     """Without a loss on the router it works; with one it cannot, and says what to do."""
@@ -187,8 +184,9 @@ def test_losses_do_not_grow_with_accumulation(method: str) -> None:
 def test_a_trainer_that_makes_its_own_loss_trains_the_routers_losses_too(method: str) -> None:
     batch = batch_for(method)
     found = []
+    quiet = {"orth_reg_weight": 0.0} if "adalora" in method else {}
     for own in (False, True):
-        model = moved(method, **{**LOUD[method], "orth_reg_weight": 0.0}).double().train()
+        model = moved(method, **{**LOUD[method], **quiet}).double().train()
         if own:
             known = {key: value for key, value in batch.items() if key != "labels"}
             prompts = (batch["labels"] == -100).sum(1)  # MoRE's loss is on the prompt, which labels would tell

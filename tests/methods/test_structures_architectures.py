@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import monkeyjump as mj
-from tests.helpers import disturb, gradients, layers_of, lm_batch, token_ids
+from tests.helpers import REORDERED, disturb, gradients, layers_of, lm_batch, token_ids
 from tests.methods.common import spread
 
 SIZES: dict[str, Any] = {
@@ -74,7 +74,7 @@ def check(name: str, config: mj.MonkeyJumpConfig, exact: bool = True) -> Any:
         expected = made(name)(**batch).logits
         model: Any = get_peft_model(made(name), config)
         start = model.eval()(**batch, **tasks).logits
-        assert torch.equal(start, expected) if exact else torch.allclose(start, expected, atol=1e-5)
+        torch.testing.assert_close(start, expected, **({"rtol": 0, "atol": 0} if exact else REORDERED))
     disturb(model)
     spread(model)
     out = model.train()(**batch, **tasks)
@@ -87,7 +87,7 @@ def check(name: str, config: mj.MonkeyJumpConfig, exact: bool = True) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_mixlora(name: str) -> None:
     config = mj.methods.build("mixlora", target_modules=MODELS[name][1], r=2, experts=3, dropout=0.0, task_type=None)
-    model = check(name, config)
+    model = check(name, config, exact=False)  # repeated rows are another product
     inner = [path for path, layer in layers_of(model).items() if "default" in layer.routers]
     blocks = 4 if name == "t5" else 2
     assert len(inner) == blocks * MODELS[name][2]
@@ -124,12 +124,12 @@ def on_bloom() -> mj.MonkeyJumpConfig:
 
 def test_a_feed_forward_that_adds_the_residual_itself() -> None:
     """BLOOM hands the residual to its feed-forward: every copy of a row gets its own, whatever the batch size."""
-    model = check("bloom", on_bloom()).eval()
+    model = check("bloom", on_bloom(), exact=False).eval()
     ids = token_ids(3, 6)
     with torch.no_grad():
         together = model(input_ids=ids).logits
         for row in range(3):
-            torch.testing.assert_close(model(input_ids=ids[row : row + 1]).logits, together[row : row + 1])
+            torch.testing.assert_close(model(input_ids=ids[row : row + 1]).logits, together[row : row + 1], **REORDERED)
 
 
 def test_an_adapter_after_the_last_was_deleted() -> None:

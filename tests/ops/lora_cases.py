@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
-from monkeyjump.ops.settings import Dropout, Strengths, Update
+from monkeyjump.ops.lowrank import Dropout, Strengths, Update
 from tests.ops.common import DEVICE, normal, uniform
 
 pytest.importorskip("triton")
-from monkeyjump.ops.kernels import thin
+from monkeyjump.ops.kernels import lora_sums
 from monkeyjump.ops.kernels.tiles import TILES
 
 OWN = [TILES[name] for name in ("down", "up", "backward", "add_parts")]
@@ -184,12 +184,12 @@ def in_ways(found: list[tuple[str, Case]], by_sums: Callable[[Case], bool]) -> l
 def take(way: str, patch: pytest.MonkeyPatch) -> None:
     """Take one way wherever it can be taken, whichever is faster."""
     if way == SUMS:
-        patch.setattr(thin, "LEAST_DY", 0)
+        patch.setattr(lora_sums, "LEAST_DY", 0)
     else:
-        patch.setattr(thin, "MOST_COLUMNS", 0)
-        patch.setattr(thin, "COLUMNS_OF_B", ())
+        patch.setattr(lora_sums, "MOST_COLUMNS", 0)
+        patch.setattr(lora_sums, "COLUMNS_OF_B", ())
 
 
 DOWN_BACKWARD = [pytest.param(case, id=name) for name, case in cases(without=OF_STRENGTH)]
-DOWN = in_ways(cases(without=OF_STRENGTH), lambda case: len(case.outs) * case.R <= thin.MOST_COLUMNS)
-UP = in_ways(cases(without=OF_X_ALONE), lambda case: case.columns in thin.COLUMNS_OF_B)
+DOWN = in_ways(cases(without=OF_STRENGTH), lambda case: len(case.outs) * case.R <= lora_sums.MOST_COLUMNS)
+UP = in_ways(cases(without=OF_X_ALONE), lambda case: case.columns in lora_sums.COLUMNS_OF_B)

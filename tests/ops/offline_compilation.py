@@ -47,16 +47,16 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **optio
 
 
 def low_rank_kernels(rank: int, projections: int) -> None:
-    """Every launcher once with and once without its optional parts."""
-    from monkeyjump.ops.kernels import lora, scale
-    from monkeyjump.ops.kernels.parts import total
-    from monkeyjump.ops.settings import Dropout, Strengths
+    """Every launcher once with and once without its optional parts, of a wide x and of a narrow one."""
+    from monkeyjump.ops.kernels import lora, propulsion
+    from monkeyjump.ops.kernels.partial_sums import total
+    from monkeyjump.ops.lowrank import Dropout, Strengths
 
-    N, D, wide = 64, 96, 80
-    x, base = torch.randn(N, D).bfloat16(), torch.randn(N, wide).bfloat16()
-    As, Bs = [torch.randn(rank, D)] * projections, [torch.randn(wide, rank)] * projections
-    cases = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, 1)), (None, torch.rand(rank), None))
-    for dropout, diagonal, gate in cases:
+    N, wide = 64, 80
+    base, Bs = torch.randn(N, wide).bfloat16(), [torch.randn(wide, rank)] * projections
+    cases = ((96, Dropout(torch.tensor(1), 0.1), None, torch.rand(N, 1)), (1040, None, torch.rand(rank), None))
+    for D, dropout, diagonal, gate in cases:
+        x, As = torch.randn(N, D).bfloat16(), [torch.randn(rank, D)] * projections
         z = lora.down(x, As, dropout)
         strengths = Strengths(0.5, (gate,) * projections, (diagonal,) * projections)
         bases = [None if gate is None else base] * projections
@@ -64,17 +64,18 @@ def low_rank_kernels(rank: int, projections: int) -> None:
         lora.up(bases, z, Bs, strengths, [base] * projections, biases)
         dz, ups = lora.up_backward([base] * projections, z, Bs, strengths, diagonal is None)
         downs = lora.down_backward(x, dz, As, dropout, x)
-        lora.down_backward(None, dz, As, dropout, x)
-        lora.down_backward(x, dz, As, dropout, None)
-        scale.scale(base, torch.rand(wide), 15, gate, 1)
-        scale.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
+        if dropout is not None:
+            lora.down_backward(None, dz, As, dropout, x)
+            lora.down_backward(x, dz, As, dropout, None)
+        propulsion.scale(base, torch.rand(wide), 15, gate, 1)
+        propulsion.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
         total([*ups, *downs])
 
 
-def thin_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
-    """Few columns of real sizes, narrow outputs beside a wide one; gates and a mask, or diagonals."""
-    from monkeyjump.ops.kernels import thin
-    from monkeyjump.ops.settings import Dropout, Strengths
+def lora_sums_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
+    """Few columns, narrow outputs beside a wide one; gates and a mask, or diagonals."""
+    from monkeyjump.ops.kernels import lora_sums
+    from monkeyjump.ops.lowrank import Dropout, Strengths
 
     N, outs, none = 128, (width, *[128] * (projections - 1)), (None,) * projections
     x, bases = torch.randn(N, width).bfloat16(), [torch.randn(N, out).bfloat16() for out in outs]
@@ -82,15 +83,15 @@ def thin_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
     z, t = torch.randn(N, projections * rank), torch.randn(N, projections * rank)
     gates, diagonals = (torch.rand(N, 2 if rank > 1 else 1),) * projections, (torch.rand(rank),) * projections
     strengths = Strengths(0.5, gates, none) if gated else Strengths(0.5, none, diagonals)
-    thin.down(x, As, Dropout(torch.tensor(1), 0.1) if gated else None, z, z.bfloat16() if gated else None)
-    thin.up(bases if gated else none, z, Bs, strengths, bases, none if gated else [base[0] for base in bases])
-    thin.up_backward(bases, z, Bs, strengths, not gated, t)
+    lora_sums.down(x, As, Dropout(torch.tensor(1), 0.1) if gated else None, z, z.bfloat16() if gated else None)
+    lora_sums.up(bases if gated else none, z, Bs, strengths, bases, none if gated else [base[0] for base in bases])
+    lora_sums.up_backward(bases, z, Bs, strengths, not gated, t)
 
 
 def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16, cases: int = 2) -> None:
     """Both ways of one launch, with and without their optional parts."""
-    from monkeyjump.ops.kernels import few
-    from monkeyjump.ops.settings import Dropout, Strengths, Update
+    from monkeyjump.ops.kernels import lora_few_tokens
+    from monkeyjump.ops.lowrank import Dropout, Strengths, Update
 
     N, outs, columns = 8, (80, 16), rank * experts
     x, bases = torch.randn(N, width).to(dtype), [torch.randn(N, out).to(dtype) for out in outs]
@@ -98,14 +99,14 @@ def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = tor
     parts = ((Dropout(torch.tensor(1), 0.1), None, torch.rand(N, experts)), (None, torch.rand(columns), None))
     for dropout, diagonal, gate in parts[:cases]:
         update = Update(As, Bs, Strengths(0.5, (gate,) * 2, (diagonal,) * 2), dropout)
-        few.at_once(x, update, bases, bases)
+        lora_few_tokens.at_once(x, update, bases, bases)
 
 
 def wide_products() -> None:
     """More columns than fit beside a tile of full width."""
-    from monkeyjump.ops.kernels import few, lora
+    from monkeyjump.ops.kernels import lora, lora_few_tokens
 
-    few_tokens(few.MOST_COLUMNS, 896, dtype=torch.float32, cases=1)
+    few_tokens(lora_few_tokens.MOST_COLUMNS, 896, dtype=torch.float32, cases=1)
     lora.down(torch.randn(64, 896).bfloat16(), [torch.randn(64, 896)] * 3, None)
 
 
@@ -121,12 +122,13 @@ def logits_kernels(dtype: torch.dtype, experts: int) -> None:
 
 def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
     from monkeyjump.ops.kernels import route
-    from monkeyjump.ops.settings import Routing
 
     h, queries = torch.randn(64, width).to(dtype), torch.ones(64, dtype=torch.bool)
-    centers, settings = list(torch.randn(experts, width)), Routing(1, 0.5, True, 1, True)
-    route.route(h, centers, settings)
-    route.route_and_sum(h, centers, queries, settings, list(torch.empty(experts, width)), list(torch.empty(experts)))
+    centers, settings = list(torch.randn(experts, width)), route.Routing(1, 0.5, True, 1, True)
+    route.token_gates(h, centers, settings)
+    route.token_gates_and_sums(
+        h, centers, queries, settings, list(torch.empty(experts, width)), list(torch.empty(experts))
+    )
 
 
 def clustering_kernels(dtype: torch.dtype, clusters: int) -> None:
@@ -146,16 +148,18 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Hopper())
     JITFunction.run = compile_only
     torch.cuda.current_device = lambda: -1  # where the tensors are, which are only looked at
+    # every loop over ranks, projections and experts is written out, and takes the compiler as much longer
     low_rank_kernels(rank=16, projections=2)
-    thin_kernels(rank=2, projections=3, width=896, gated=True)
-    thin_kernels(rank=4, projections=2, width=4096, gated=False)
-    thin_kernels(rank=1, projections=1, width=96, gated=False)
+    lora_sums_kernels(rank=2, projections=2, width=896, gated=True)
+    lora_sums_kernels(rank=4, projections=1, width=1040, gated=False)
+    lora_sums_kernels(rank=1, projections=1, width=96, gated=False)
     few_tokens(rank=2, width=896)
-    few_tokens(rank=1, width=4112)  # in more steps than are loaded early
+    few_tokens(rank=1, width=4112, cases=1)  # in more steps than are loaded early
     few_tokens(rank=2, width=96, experts=8)  # through the matrix units
     wide_products()
     logits_kernels(torch.bfloat16, experts=4)
-    for width, experts in ((896, 4), (4096, route.BY_SUMS), (896, route.BY_SUMS + 1)):  # the last by the matrix units
+    # in one step along a row, in many, and by the matrix units
+    for width, experts in ((96, 2), (4096, 2), (896, route.BY_SUMS + 1)):
         routing_kernels(torch.bfloat16, experts, width)
     clustering_kernels(torch.bfloat16, clusters=4)
     clustering_kernels(torch.float32, clusters=16)

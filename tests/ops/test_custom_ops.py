@@ -11,12 +11,12 @@ import torch._dynamo
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
-from monkeyjump.ops.settings import GateColumns
+from monkeyjump.ops.lowrank import GateColumns
 from tests.helpers import COMPILING
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
 
 pytest.importorskip("monkeyjump.ops.gated_lora")
-from monkeyjump.ops import custom, custom_group, gated_lora, grouped, routing, written_out
+from monkeyjump.ops import gated_lora, grouped_products, routing
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
 pytestmark = COMPILING
@@ -41,10 +41,6 @@ def two_a() -> list[torch.Tensor]:
     return [leaf(R, D, seed=2), leaf(R, D, seed=3)]
 
 
-def frozen(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach() for tensor in tensors]
-
-
 def dz() -> torch.Tensor:
     return normal(N, 2 * R, seed=4)
 
@@ -53,10 +49,10 @@ OUTS = (OUT, 3)
 
 
 def group(gates: int = 0, diagonal: bool = False) -> tuple[Any, ...]:
-    """Two projections of one input, whose weights are one: the arguments of `grouped`."""
+    """Two projections of one input, whose weights are one: the arguments of `grouped_lora_op`."""
     columns = R * max(gates, 1)
     return (
-        *(leaf(N, D, seed=1), normal(sum(OUTS), D, seed=6), normal(sum(OUTS), seed=7)),
+        *(leaf(N, D, seed=1), None, [normal(sum(OUTS), D, seed=6)], [normal(sum(OUTS), seed=7)]),
         *(two_a(), [leaf(out, columns, seed=8 + m) for m, out in enumerate(OUTS)]),
         [uniform(N, gates, seed=10 + m).requires_grad_() for m in range(2)] if gates else [],
         [leaf(columns, seed=12 + m) for m in range(2)] if diagonal else [],
@@ -77,12 +73,12 @@ def centers() -> list[torch.Tensor]:
 
 
 def _backward_arguments(with_x: bool) -> tuple[Any, ...]:
-    dys, (tokens, weight, _, As, Bs, *_) = group_gradients()
+    dys, (tokens, _, weights, _, As, Bs, *_) = group_gradients()
     return (
         dys,
         tokens if with_x else None,
         normal(N, 2 * R),
-        weight,
+        weights,
         As,
         Bs,
         [],
@@ -101,44 +97,43 @@ def staged() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
-    "down": (custom.lora_down, lambda: (x(), frozen(two_a()), seed(), 0.3)),
-    "down, no mask": (custom.lora_down, lambda: (x(), frozen(two_a()), None, 0.0)),
-    "down_backward": (custom.lora_down_backward, lambda: (x(), dz(), seed(), 0.3)),
-    "down_input": (
-        custom.lora_down_input,
-        lambda: (dz(), frozen(two_a()), seed(), 0.3, torch.bfloat16),
+    "gated": (
+        grouped_products.forward_op,
+        lambda: (
+            x(),
+            normal(N, OUT),
+            [],
+            [],
+            [normal(R, D)],
+            [normal(OUT, R)],
+            [],
+            [],
+            None,
+            0.0,
+            0.7,
+            [1, 1, 0],
+            False,
+        ),
     ),
-    "up, gated diagonal": (
-        custom.lora_up,
-        lambda: (normal(N, OUT), normal(N, R), normal(OUT, R), uniform(N, 1), normal(R, seed=5), 0.7, 1),
-    ),
-    "up, experts on one A": (
-        custom.lora_up,
-        lambda: (normal(6, OUT), normal(6, R), normal(OUT, 3 * R), uniform(3, 3), None, 0.7, 2),
-    ),
-    "up_backward": (
-        custom.lora_up_backward,
-        lambda: (normal(N, OUT), normal(N, R), normal(OUT, R), uniform(N, 1), None, 0.7, 1, True),
-    ),
-    "grouped": (custom_group.grouped, group),
-    "grouped, gates and diagonals": (custom_group.grouped, lambda: group(gates=3, diagonal=True)),
+    "grouped": (gated_lora.grouped_lora_op, group),
+    "grouped, gates and diagonals": (gated_lora.grouped_lora_op, lambda: group(gates=3, diagonal=True)),
     "grouped_forward": (
-        custom_group.grouped_forward,
+        grouped_products.forward_op,
         lambda: (*(given := detached(group(gates=3, diagonal=True)))[:-2], given[-1]),
     ),
-    "grouped_backward": (custom_group.grouped_backward, lambda: _backward_arguments(with_x=True)),
-    "grouped_backward, frozen A": (custom_group.grouped_backward, lambda: _backward_arguments(with_x=False)),
+    "grouped_backward": (grouped_products.backward_op, lambda: _backward_arguments(with_x=True)),
+    "grouped_backward, frozen A": (grouped_products.backward_op, lambda: _backward_arguments(with_x=False)),
     "grouped_up_backward": (
-        custom_group.grouped_up_backward,
-        lambda: (group_gradients()[0], normal(N, 2 * R), group_gradients()[1][4], [], [], 0.7, [1, 1, 0, 0]),
+        grouped_products.up_backward_op,
+        lambda: (group_gradients()[0], normal(N, 2 * R), group_gradients()[1][5], [], [], 0.7, [1, 1, 0, 0]),
     ),
     "grouped_down_backward": (
-        custom_group.grouped_down_backward,
-        lambda: (group_gradients()[0], x(), dz(), *group_gradients()[1][1:4:2], seed(), 0.3, True),
+        grouped_products.down_backward_op,
+        lambda: (group_gradients()[0], x(), dz(), normal(2, 5), *group_gradients()[1][2:5:2], seed(), 0.3, True),
     ),
-    "route": (custom.route, lambda: (x(), centers(), 2, 0.5, True)),
-    "route_into": (
-        custom.route_into,
+    "gates": (routing.gates_op, lambda: (x(), centers(), 2, 0.5, True)),
+    "gates_into": (
+        routing.gates_into_op,
         lambda: (x(), centers(), torch.arange(N, device=DEVICE) > 2, *staged(), [2, 2], 0.5, [False, False]),
     ),
 }
@@ -154,10 +149,10 @@ def test_registered_as_torch_asks(name: str) -> None:
 
 def test_every_registered_op_is_checked() -> None:
     """An op added later must be added here too."""
-    found = {**vars(custom), **vars(custom_group)}
+    found = {**vars(gated_lora), **vars(grouped_products), **vars(routing)}
     registered = {value for value in found.values() if isinstance(value, OpOverload)}
     checked = {op for op, _ in OPS.values()}
-    assert registered == checked | {custom_group.drawn_seed}  # which is random, and has tests of its own
+    assert registered == checked | {grouped_products.drawn_seed}  # which is random, and has tests of its own
 
 
 def test_a_group_is_taken_apart_before_it_is_compiled() -> None:
@@ -173,16 +168,16 @@ def test_a_group_is_taken_apart_before_it_is_compiled() -> None:
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    ys = torch.compile(lambda given: custom_group.grouped(*given), backend=backend, fullgraph=True)(group())
+    ys = torch.compile(lambda given: gated_lora.grouped_lora_op(*given), backend=backend, fullgraph=True)(group())
     sum(y.sum() for y in ys).backward()
-    assert called == [[custom_group.grouped_forward], [custom_group.grouped_backward]]
+    assert called == [[grouped_products.forward_op], [grouped_products.backward_op]]
 
 
 def test_autograd_sees_what_an_op_writes() -> None:
     """A tensor kept for backward and written into since is an error, not a wrong gradient."""
     sums, counts = staged()
     kept = normal(D, seed=1).requires_grad_() * sums[1]
-    custom.route_into(x(), centers(), None, sums, counts, [2, 2], 0.5, [False, False])
+    routing.gates_into_op(x(), centers(), None, sums, counts, [2, 2], 0.5, [False, False])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
 
@@ -196,10 +191,10 @@ def one_layer(
 ) -> torch.Tensor:  # fmt: skip
     """Two routed projections of one input, the second with a diagonal, and the sums the router makes."""
     settings = routing.Routing(2, 0.5, False, 1, True)
-    gates, sums, counts = routing.route_and_sum(x.detach(), how["centers"], how["queries"], settings)
-    z0, z1 = gated_lora.down(x, [A0, A1], how["dropout"])
-    first = gated_lora.up(base, z0, B0, 0.7, gates[..., 0:1])
-    second = gated_lora.up(base, z1, B1, 0.7, gates[..., 1:2], how["diagonal"])
+    gates, sums, counts = routing.fused_gates_and_sums(x.detach(), how["centers"], how["queries"], settings)
+    mask = how["dropout"], seed()
+    first = gated_lora.gated_lora(base, x, A0, B0, 0.7, gates[..., 0:1], None, *mask)
+    second = gated_lora.gated_lora(base, x, A1, B1, 0.7, gates[..., 1:2], how["diagonal"], *mask)
     return torch.cat([first, second], -1).float() + (sums.sum() + (counts * how["weight"]).sum())
 
 
@@ -240,17 +235,15 @@ def compare(function: Callable[..., torch.Tensor], given: dict[str, torch.Tensor
         assert error(found_compiled[name], gradient) < tolerance, name
 
 
-@pytest.mark.parametrize(("rank", "dropout"), [(written_out.MOST // 2, 0.4), (written_out.MOST + 1, 0.0)])
+@pytest.mark.parametrize(("rank", "dropout"), [(R, 0.4), (9, 0.0)])
 def test_compiled_equals_eager(rank: int, dropout: float) -> None:
     given, how = layer_inputs(rank)
     how["dropout"] = dropout
     compare(lambda **leaves: one_layer(**leaves, how=how), given, 2e-6)
 
 
-@pytest.mark.parametrize("rank", [written_out.MOST, written_out.MOST + 1], ids=["sums", "products"])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize(("rank", "dropout"), [(R, 0.0), (9, 0.4)])
 def test_compiled_inference_equals_eager(rank: int, dropout: float) -> None:
-    """Few ranks are written out as sums, more are one product."""
     given, how = layer_inputs(rank)
     how["dropout"] = dropout
     compiled = torch.compile(one_layer, backend=BACKEND, fullgraph=True)
@@ -281,22 +274,22 @@ def test_a_compiled_group_equals_eager(kind: str) -> None:
     def function(x: torch.Tensor, **leaves: torch.Tensor) -> torch.Tensor:
         parts = zip(weight.split(OUTS), bias.split(OUTS), range(2), strict=True)
         columns = GateColumns(leaves["wide"], (0, 1) if kind == "columns" else (3, 1), 1) if "wide" in leaves else None
-        gates = columns.apart() if columns else [leaves.get(f"gate{m}") for m in range(2)]
+        gates = columns.by_projection() if columns else [leaves.get(f"gate{m}") for m in range(2)]
         projections = [
-            grouped.Projection(
+            gated_lora.Projection(
                 *(w, b, leaves[f"A{m}"].detach() if kind == "frozen A" else leaves[f"A{m}"], leaves[f"B{m}"]),
                 *(gates[m], leaves.get(f"diagonal{m}")),
             )
             for w, b, m in parts
         ]
-        together = grouped.Frozen([weight], [bias]) if torch.compiler.is_compiling() else None
-        ys = torch.cat(grouped.grouped_lora(x, projections, 0.7, 0.0, None, together, columns), -1)
+        together = gated_lora.Frozen([weight], [bias]) if torch.compiler.is_compiling() else None
+        ys = torch.cat(gated_lora.grouped_lora(x, projections, 0.7, 0.0, None, together, columns), -1)
         return ys + sum(0.01 * leaves[f"A{m}"].sum() for m in range(2)) if kind == "frozen A" else ys
 
     compare(function, given, 2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, written_out.MOST + 1), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float16, 9), (torch.bfloat16, 2)])
 def test_compiled_equals_eager_in_low_precision(dtype: torch.dtype, rank: int) -> None:
     given, how = layer_inputs(rank, dtype)
     compare(lambda **leaves: one_layer(**leaves, how=how), given, 2 * TOLERANCE[dtype])
@@ -324,9 +317,9 @@ def test_compiled_gates_with_gradients(experts: int, tokens: int) -> None:
 def three_projections(
     x: torch.Tensor, base: torch.Tensor, As: list[torch.Tensor], B: torch.Tensor, centers: list[torch.Tensor]
 ) -> torch.Tensor:
-    gates = routing.route(x, centers, routing.Routing(2, 0.5, False, 1, True))
-    zs = gated_lora.down(x, As, 0.0)
-    return sum(gated_lora.up(base, z, B, 0.7, gates[..., e : e + 1]) for e, z in enumerate(zs))  # type: ignore[return-value]
+    gates = routing.fused_gates(x, centers, routing.Routing(2, 0.5, False, 1, True))
+    ys = [gated_lora.gated_lora(base, x, A, B, 0.7, gates[..., e : e + 1]) for e, A in enumerate(As)]
+    return torch.stack(ys).sum(0)
 
 
 def test_lengths_compile_no_more_than_twice() -> None:
@@ -346,36 +339,34 @@ def test_compiled_routing_skips_padding_of_any_kind() -> None:
     mask[0, :2] = False
     h[~mask] = torch.nan
     how = routing.Routing(2, 0.5, True, 1, True)
-    compiled = torch.compile(routing.route_and_sum, backend=BACKEND, fullgraph=True)
-    found, expected = compiled(h, centers(), mask, how), routing.route_and_sum(h, centers(), mask, how)
+    compiled = torch.compile(routing.fused_gates_and_sums, backend=BACKEND, fullgraph=True)
+    found, expected = compiled(h, centers(), mask, how), routing.fused_gates_and_sums(h, centers(), mask, how)
     assert torch.equal(found[0][mask], expected[0][mask])
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of inductor itself
 @pytest.mark.parametrize("backend", [BACKEND, "inductor"])
 def test_compiled_routing_writes_where_it_is_told(backend: str) -> None:
     """The same tensors hold the same sums as in eager mode, at every call."""
     how, (sums, counts) = routing.Routing(2, 0.5, False, 1, True), staged()
-    compiled = torch.compile(routing.route_into, backend=backend, fullgraph=True)
+    compiled = torch.compile(routing.fused_gates_into, backend=backend, fullgraph=True)
     for step in range(3):
         h, (eager_sums, eager_counts) = normal(B, T, D, seed=50 + step), staged()
         gates = compiled(h, centers(), None, how, sums, counts)
-        assert torch.equal(gates, routing.route_into(h, centers(), None, how, eager_sums, eager_counts))
+        assert torch.equal(gates, routing.fused_gates_into(h, centers(), None, how, eager_sums, eager_counts))
         assert torch.equal(torch.stack(sums), torch.stack(eager_sums))
         assert torch.equal(torch.stack(counts), torch.stack(eager_counts))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of inductor itself
 def test_nothing_copies_what_compiled_routing_has_written() -> None:
     """The graph that is handed to inductor's code generation has the op alone: no clone before it, no copy after it."""
     from torch._inductor.utils import run_and_get_code
 
     how, (sums, counts) = routing.Routing(2, 0.5, False, 1, True), staged()
-    compiled = torch.compile(routing.route_into, backend="inductor", fullgraph=True)
+    compiled = torch.compile(routing.fused_gates_into, backend="inductor", fullgraph=True)
     _, code = run_and_get_code(compiled, normal(B, T, D, seed=50), centers(), None, how, sums, counts)
-    assert "".join(code).count("monkeyjump.route_into.default(") == 1
+    assert "".join(code).count("monkeyjump.fused_gates_into.default(") == 1
     assert "copy" not in "".join(code).split("def call")[1]
     assert "cpp_fused" not in "".join(code)
 

@@ -10,17 +10,17 @@ import torch
 from tests.helpers import COMPILING
 from tests.ops.common import DEVICE, normal
 
-custom_group = pytest.importorskip("monkeyjump.ops.custom_group")
+grouped_products = pytest.importorskip("monkeyjump.ops.grouped_products")
 pytestmark = COMPILING
 
 
 def test_a_seed_is_registered_as_torch_asks() -> None:
     """All but the check that two calls give the same, which they must not."""
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    assert set(torch.library.opcheck(custom_group.drawn_seed, (normal(7, 10),), test_utils=checks).values()) == {
+    assert set(torch.library.opcheck(grouped_products.drawn_seed, (normal(7, 10),), test_utils=checks).values()) == {
         "SUCCESS"
     }
-    found = [custom_group.drawn_seed(normal(3, dtype=torch.bfloat16).requires_grad_()) for _ in range(4)]
+    found = [grouped_products.drawn_seed(normal(3, dtype=torch.bfloat16).requires_grad_()) for _ in range(4)]
     assert all((seed.shape, seed.dtype, seed.device.type) == ((), torch.int64, DEVICE.type) for seed in found)
     assert len({int(seed) for seed in found}) == 4
     assert all(0 <= int(seed) < 2**31 and not seed.requires_grad for seed in found)
@@ -30,7 +30,7 @@ def test_a_compiled_backward_has_the_seed_of_its_forward() -> None:
     """Drawn once for each tensor in the graph, and never again for backward."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seeds = custom_group.drawn_seed(x), custom_group.drawn_seed(2 * x)
+        seeds = grouped_products.drawn_seed(x), grouped_products.drawn_seed(2 * x)
         return torch.stack([(x * seed).sum() for seed in seeds])
 
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition

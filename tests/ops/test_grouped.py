@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
-from monkeyjump.ops.settings import Dropout
+from monkeyjump.ops.lowrank import Dropout
 from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal, uniform
 from tests.ops.lora_cases import Case
 
-ops = pytest.importorskip("monkeyjump.ops.grouped")
-from monkeyjump.ops.kernels.tiles import FEW  # noqa: E402
+ops = pytest.importorskip("monkeyjump.ops.gated_lora")
+from monkeyjump.ops import grouped_products as products  # noqa: E402
+from monkeyjump.ops.kernels.tiles import FEW_TOKENS  # noqa: E402
 
 B, T, D, R = 2, 9, 21, 3
 OUTS = (13, 6, 6)
@@ -233,19 +234,20 @@ def test_an_input_without_gradient() -> None:
 @pytest.mark.parametrize("weights", ["apart", "together"])
 def test_the_input_gradient_is_by_the_ranks_and_by_the_weights(weights: str, with_x: bool) -> None:
     """dx = dropout(dz A) + sum of dy W into memory that holds anything, narrow neighbours in one product or not."""
-    outs, tokens = (ops.NARROW + 1, 6, 5), B * T
+    outs, tokens = (products.NARROW_GRADIENT + 1, 6, 5), B * T
     dys = [normal(tokens, out, seed=m) for m, out in enumerate(outs)]
     weight, As = normal(sum(outs), D, seed=5), [normal(R, D, seed=6 + m) for m in range(3)]
     x, dz, mask = normal(tokens, D, seed=9), normal(tokens, 3 * R, seed=10), Dropout(torch.tensor(7).to(DEVICE), 0.4)
     frozen = [weight] if weights == "together" else list(weight.split(outs))
     kept = reference.keep_mask(x.shape, mask.seed, mask.p).double() / (1 - mask.p)
-    dx, parts = ops.down_gradients(dys, frozen, x if with_x else None, dz, As, mask, with_dx=True)
+    dx, parts = products.down_gradients(dys, frozen, x if with_x else None, dz, As, mask, with_dx=True)
     by_ranks = dz.double() @ torch.cat(As).double() * kept
+    assert dx is not None
     assert error(dx, by_ranks + torch.cat(dys, 1).double() @ weight.double()) < 1e-6
     assert len(parts) == with_x
     if with_x:
-        assert error(ops.total(parts).view(3 * R, D), dz.double().T @ (x.double() * kept)) < 1e-6
-        no_dx, same = ops.down_gradients(dys, frozen, x, dz, As, mask, with_dx=False)
+        assert error(products.total(parts).view(3 * R, D), dz.double().T @ (x.double() * kept)) < 1e-6
+        no_dx, same = products.down_gradients(dys, frozen, x, dz, As, mask, with_dx=False)
         assert no_dx is None
         assert torch.equal(same[0], parts[0])
 
@@ -267,17 +269,17 @@ def test_an_update_before_the_product(
     rank: int, dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs that are wide enough for products of their own are those of one product, and of the formula."""
-    case = Case(N=FEW + 1, D=20, outs=(24, 17), R=rank, G=1, diagonal=True, dropout=0.3, dtype=dtype)
+    case = Case(N=FEW_TOKENS + 1, D=20, outs=(24, 17), R=rank, G=1, diagonal=True, dropout=0.3, dtype=dtype)
     weight = guarded(normal(sum(case.outs), case.D, seed=80, dtype=dtype))
     frozen = ops.Frozen([weight], [normal(sum(case.outs), seed=81, dtype=dtype) if biased else None])
-    together = ops.outputs(case.x(), frozen, case.update(), dtype)
-    monkeypatch.setattr(ops, "ALONE", min(case.outs))
-    monkeypatch.setattr(ops.few, "down_up", None)  # the other way
-    ys, z = ops.outputs(case.x(), frozen, case.update(), dtype)
+    together = products.outputs(case.x(), frozen, case.update(), dtype)
+    monkeypatch.setattr(products, "WIDE_OUTPUT", min(case.outs))
+    monkeypatch.setattr(products.lora, "down_up", None)  # the other way
+    ys, z = products.outputs(case.x(), frozen, case.update(), dtype)
     assert torch.equal(z, together[1])
     assert z.dtype == dtype
     z64, strengths = (case.x().double() * case.kept()) @ torch.cat(case.downs()).double().T, case.strengths()
-    for m, (W, bias, up) in enumerate(zip(*frozen.apart(case.outs), case.ups(), strict=True)):
+    for m, (W, bias, up) in enumerate(zip(*frozen.by_projection(case.outs), case.ups(), strict=True)):
         y = case.x().double() @ W.double().T + case.scaled(z64, strengths, m) @ up.double().T
         y = y if bias is None else y + bias.double()
         assert error(ys[m], y) < 2 * TOLERANCE[dtype]
@@ -286,5 +288,5 @@ def test_an_update_before_the_product(
 
 def test_what_is_kept_of_z() -> None:
     """Half of it, unless gates have a gradient: that is made of z itself."""
-    assert ops.kept_dtype(torch.empty(0, dtype=torch.bfloat16), gated=False) == torch.bfloat16
-    assert ops.kept_dtype(torch.empty(0, dtype=torch.bfloat16), gated=True) == torch.float32
+    assert products.kept_dtype(torch.empty(0, dtype=torch.bfloat16), gated=False) == torch.bfloat16
+    assert products.kept_dtype(torch.empty(0, dtype=torch.bfloat16), gated=True) == torch.float32

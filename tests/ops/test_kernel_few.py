@@ -12,10 +12,10 @@ from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal, uniform
 from tests.ops.lora_cases import PRODUCTS as MATRIX_UNITS
 from tests.ops.lora_cases import Case, take
 
-kernels = pytest.importorskip("monkeyjump.ops.kernels.few")
-from monkeyjump.ops import gated_lora, grouped  # noqa: E402
-from monkeyjump.ops.kernels import lora, thin  # noqa: E402
-from monkeyjump.ops.kernels.tiles import TILES  # noqa: E402
+kernels = pytest.importorskip("monkeyjump.ops.kernels.lora_few_tokens")
+from monkeyjump.ops import gated_lora  # noqa: E402
+from monkeyjump.ops.kernels import lora, lora_sums  # noqa: E402
+from monkeyjump.ops.kernels.tiles import FEW_TOKENS, TILES  # noqa: E402
 
 SUMS, PRODUCTS = TILES["few_sums"], TILES["few_products"]
 WIDE = PRODUCTS.columns
@@ -72,8 +72,8 @@ def by_sums(case: Case) -> bool:
 def in_two(case: Case, patch: pytest.MonkeyPatch) -> Found:
     """(z, ys) in two launches, both of the kind that the one is."""
     if by_sums(case):
-        patch.setattr(thin, "MOST_COLUMNS", len(case.outs) * case.R)
-        patch.setattr(thin, "COLUMNS_OF_B", (case.columns,))
+        patch.setattr(lora_sums, "MOST_COLUMNS", len(case.outs) * case.R)
+        patch.setattr(lora_sums, "COLUMNS_OF_B", (case.columns,))
     else:
         take(MATRIX_UNITS, patch)
     bases, z = case.bases(), lora.down(case.x(), case.downs(), case.mask())
@@ -88,13 +88,15 @@ def test_one_launch_is_two_and_the_formula(case: Case, monkeypatch: pytest.Monke
     (z, ys), (z_in_two, ys_in_two), strengths = at_once(case), in_two(case, monkeypatch), case.strengths()
     assert z.dtype == torch.float32
     z64 = (case.x().double() * case.kept()) @ torch.cat(case.downs()).double().T
-    close = 3e-6 if DEVICE.type == "cuda" else 1e-6  # matrix units cut off where others round
-    assert error(z, z64) < (1e-6 if by_sums(case) else max(close, TOLERANCE[case.dtype]))
+    long = 2.0**-24 * case.D**0.5  # the roundings of a sum of D numbers, one after the other: a random walk
+    close = max(3e-6 if DEVICE.type == "cuda" else 1e-6, long)  # matrix units cut off where others round
+    assert error(z, z64) < (max(1e-6, long) if by_sums(case) else max(close, TOLERANCE[case.dtype]))
     assert error(z, z_in_two) < close
     for m, (y, base, B) in enumerate(zip(ys, case.bases(), case.ups(), strict=True)):
         assert y.dtype == case.dtype
-        assert error(y, base.double() + case.scaled(z64, strengths, m) @ B.double().T) < TOLERANCE[case.dtype]
-        assert error(y, ys_in_two[m]) < max(5e-7, TOLERANCE[case.dtype] / 5)
+        y64 = base.double() + case.scaled(z64, strengths, m) @ B.double().T
+        assert error(y, y64) < max(long, TOLERANCE[case.dtype])
+        assert error(y, ys_in_two[m]) < max(5e-7, long, TOLERANCE[case.dtype] / 5)
 
 
 @pytest.mark.usefixtures("poison")
@@ -121,8 +123,8 @@ def test_two_runs_give_the_same_bits() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rank", "launches"),
     [
-        (kernels.FEW, 2, ["at_once"]),
-        (kernels.FEW + 1, 2, ["down", "up"]),
+        (FEW_TOKENS, 2, ["at_once"]),
+        (FEW_TOKENS + 1, 2, ["down", "up"]),
         (3, kernels.MOST_COLUMNS, ["at_once"]),
         (3, kernels.MOST_COLUMNS + 1, ["down", "up"]),
     ],
@@ -139,7 +141,7 @@ def test_which_kernels(tokens: int, rank: int, launches: list[str], monkeypatch:
         monkeypatch.setattr(module, name, spy)
     case = Case(N=tokens, R=rank, G=1)
     bases, strengths = case.bases(), case.strengths()
-    z = kernels.down_up(case.x(), case.update(), bases, bases)
+    z = lora.down_up(case.x(), case.update(), bases, bases)
     assert called == launches
     z64 = case.x().double() @ case.downs()[0].double().T
     assert error(z, z64) < 1e-6
@@ -166,10 +168,10 @@ def group(case: Case) -> dict[str, torch.Tensor]:
             name: None if value is None else value.detach().requires_grad_() for name, value in own.items()
         }
         weight = normal(B.shape[0], case.D, seed=80 + m, dtype=case.dtype)
-        projections.append(grouped.Projection(weight=weight, bias=None, **leaves))
+        projections.append(gated_lora.Projection(weight=weight, bias=None, **leaves))
         found |= {f"{name}{m}": value for name, value in leaves.items() if value is not None}
     x = case.x().requires_grad_()
-    ys = grouped.grouped_lora(x, projections, 0.7, case.dropout, None if mask is None else mask.seed)
+    ys = gated_lora.grouped_lora(x, projections, 0.7, case.dropout, None if mask is None else mask.seed)
     grads = torch.autograd.grad(ys, [x, *found.values()], [normal(*y.shape, seed=90, dtype=case.dtype) for y in ys])
     return dict(zip(["x", *found], grads, strict=True)) | {f"y{m}": y for m, y in enumerate(ys)}
 
@@ -178,7 +180,7 @@ def group(case: Case) -> dict[str, torch.Tensor]:
 def test_gradients_are_those_of_two_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(**{"N": 9, "D": 21, "outs": (13, 6), "R": 3, **GROUPS[name]})
     found = group(case)
-    monkeypatch.setattr(kernels, "FEW", 0)
+    monkeypatch.setattr(lora, "FEW_TOKENS", 0)
     expected = group(case)
     assert found.keys() == expected.keys()
     for key, value in expected.items():

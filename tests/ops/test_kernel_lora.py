@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
-from monkeyjump.ops.settings import Dropout, Strengths
+from monkeyjump.ops.lowrank import Dropout, Strengths
 from tests.ops.common import DEVICE, TOLERANCE, error, guarded, normal
 from tests.ops.lora_cases import DOWN, DOWN_BACKWARD, PRODUCTS, SUMS, TALL, UP, WIDE, Case, take
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.lora")
-from monkeyjump.ops.kernels.parts import total  # noqa: E402
+from monkeyjump.ops.kernels.partial_sums import total  # noqa: E402
 from monkeyjump.ops.kernels.tiles import TILES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -132,7 +132,7 @@ def test_sums_are_fp32_whatever_the_dtype(dtype: torch.dtype, monkeypatch: pytes
     )
     x, (dy,) = case.x(), case.bases()
     assert error(kernels.down(x, [A], None), x.double() @ A.double().T) < close
-    (t,), (dB,) = up_backward([dy], z, [B], Strengths.single(1.0), False)
+    (t,), (dB,) = up_backward([dy], z, [B], Strengths(1.0, (None,), (None,)), False)
     assert error(t, dy.double() @ B.double()) < close
     assert error(dB, dy.double().T @ z.double()) < close
     assert error(kernels.down_backward_alone(x, dz, [A], None, None)[1], dz.double().T @ x.double()) < close

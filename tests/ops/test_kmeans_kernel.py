@@ -99,7 +99,9 @@ def test_chords_of_some_tokens() -> None:
     x, inverse = tokens(2, 37, 48, torch.bfloat16)
     vectors = units(2, 3, 48)
     whole = kmeans.chords(x, inverse, vectors, 1e-5)
-    assert torch.equal(kmeans.chords(x[:, 5:30], inverse[:, 5:30], vectors, 1e-5), whole[..., 5:30])
+    some = kmeans.chords(x[:, 5:30], inverse[:, 5:30], vectors, 1e-5)
+    # sums of 48 numbers, made in another place of a tile
+    torch.testing.assert_close(some, whole[..., 5:30], rtol=0, atol=2e-6)
 
 
 @pytest.mark.usefixtures("poison")
@@ -124,8 +126,9 @@ def test_wider_rows() -> None:
 
 @pytest.mark.parametrize("dtype", list(COSINE), ids=str)
 def test_of_equal_centres_the_first(dtype: torch.dtype) -> None:
-    x, inverse = tokens(1, 50, 24, dtype)
-    centers = units(1, 2, 5, 24)
+    """Whole numbers: their products with two equal centres are equal in whatever order they are added up."""
+    x = guarded(normal(1, 50, 24, seed=1, scale=4.0).round().to(dtype))
+    inverse, centers = guarded(1 / x.float().norm(dim=-1)), guarded(normal(1, 2, 5, 24, seed=3, scale=4.0).round())
     centers[:, :, 3] = centers[:, :, 1]
     labels, counts = kmeans.nearest(x, inverse, centers)
     assert counts[0, :, 3].tolist() == [0, 0]

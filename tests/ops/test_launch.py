@@ -51,6 +51,7 @@ class Compiled:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "DIRECT", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a tensor of the CPU says
     streams = SimpleNamespace(get_current_stream=lambda device: device + STREAMS)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=streams))
@@ -65,6 +66,27 @@ def test_the_same_kind_of_arguments_is_launched_directly(launcher: Any) -> None:
     ((grid, args),) = launcher.kernel.direct
     assert grid == (4, 3, 1)
     assert all(found is given for found, given in zip(args, others, strict=True))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_an_unknown_triton_is_launched_in_the_public_way(
+    launcher: Any, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways hand the same grid and arguments to the kernel."""
+    monkeypatch.setattr(launch, "DIRECT", direct)
+    for _ in range(2):
+        launcher((2, 1), *FIRST)
+    assert len(launcher.kernel.asked) == (1 if direct else 2)
+    launched = [((*grid, 1), args) for grid, args in launcher.kernel.asked] + launcher.kernel.direct
+    assert launched == [((2, 1, 1), FIRST)] * 2
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("3.5.1", False), ("3.6.0", True), ("3.9.0", True), ("3.9.1+git12ab", True), ("3.10.0", False), ("4.0.0", False)],
+)
+def test_versions_whose_compiled_kernels_are_called(version: str, known: bool) -> None:
+    assert launch.knows_compiled_kernels(version) == known
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

@@ -13,11 +13,16 @@ pytest.importorskip("triton")
 from monkeyjump.ops.kernels.launch import Launcher
 
 KERNELS = {
-    *("lora.down_kernel", "lora.up_kernel", "lora.up_backward_kernel", "lora.down_backward_kernel"),
-    *("thin.down_kernel", "thin.up_kernel", "thin.up_backward_kernel", "parts.add_parts_kernel"),
-    *("few.few_sums_kernel", "few.few_products_kernel"),
+    *(
+        "lora_products.down_kernel",
+        "lora_products.up_kernel",
+        "lora_products.up_backward_kernel",
+        "lora_products.down_backward_kernel",
+    ),
+    *("lora_sums.down_kernel", "lora_sums.up_kernel", "lora_sums.up_backward_kernel", "partial_sums.add_parts_kernel"),
+    *("lora_few_tokens.few_sums_kernel", "lora_few_tokens.few_products_kernel"),
     *("route.route_kernel", "route.route_rows_kernel", "route.add_sums_kernel"),
-    *("scale.scale_kernel", "scale.scale_backward_kernel"),
+    *("propulsion.scale_kernel", "propulsion.scale_backward_kernel"),
     *("kmeans.nearest_kernel", "kmeans.sums_kernel", "kmeans.chords_kernel"),
 }
 

@@ -9,7 +9,7 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.ops.dispatch import implementation
-from monkeyjump.routing import router
+from monkeyjump.routing import centroid as router
 from monkeyjump.routing.granularity import Selection
 from tests.ops.common import DEVICE, error, normal
 
@@ -30,7 +30,7 @@ def decide(implementation_: str, h: torch.Tensor, c: list[torch.Tensor], how: mj
     arguments = {"mean": None, "selection": Selection(), "with_statistics": True, **given}
     torch.manual_seed(0)
     with implementation(implementation_):
-        return router.route(h, c, config=how, **arguments)
+        return router.decide(h, c, config=how, **arguments)
 
 
 def config(**changes: Any) -> mj.MonkeyJumpConfig:
@@ -41,7 +41,7 @@ def config(**changes: Any) -> mj.MonkeyJumpConfig:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels' callers as they are called."""
     called: list[str] = []
-    for name in ("route", "route_and_sum"):
+    for name in ("fused_gates", "fused_gates_and_sums"):
         original = getattr(routing, name)
 
         def spy(*args: Any, _name: str = name, _original: Any = original) -> Any:
@@ -81,7 +81,7 @@ def test_the_router_takes_the_kernel_and_decides_the_same(
     mask[0, :4] = False
     given = {"selection": Selection(queries=mask), "with_statistics": with_statistics}
     found = decide("triton", h, c, how, **given)
-    assert launches == ["route_and_sum" if with_statistics else "route"]
+    assert launches == ["fused_gates_and_sums" if with_statistics else "fused_gates"]
     assert_same_decision(found, decide("torch", h, c, how, **given))
     assert len(launches) == 1
 
@@ -123,7 +123,6 @@ def test_float64_states_take_torch(launches: list[str]) -> None:
     assert not launches
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_router_stages_as_an_eager_one() -> None:
     """One op in the graph, which writes into the tensors of the layers: nothing is copied there afterwards."""
@@ -141,7 +140,7 @@ def test_a_compiled_router_stages_as_an_eager_one() -> None:
         return router.Staged([normal(20, seed=30 + e) for e in range(3)], [normal(1, seed=e)[0] for e in range(3)])
 
     def stage(h: torch.Tensor, into: router.Staged) -> torch.Tensor:
-        return router.route(h, c, None, Selection(), how, training=True, into=into).gates
+        return router.decide(h, c, None, Selection(), how, training=True, into=into).gates
 
     eager, compiled = staged(), staged()
     with implementation("triton"):
@@ -150,7 +149,7 @@ def test_a_compiled_router_stages_as_an_eager_one() -> None:
     for found, expected in zip(compiled.sums + compiled.counts, eager.sums + eager.counts, strict=True):
         assert torch.equal(found, expected)
     calls = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    assert sum("route_into" in call for call in calls) == 1
+    assert sum("fused_gates_into" in call for call in calls) == 1
     assert not [call for call in calls if "copy" in call]
 
 

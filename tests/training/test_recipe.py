@@ -62,6 +62,21 @@ def test_all_mistakes_are_reported_at_once_with_suggestions(tmp_path: Path) -> N
         ("data.answer=word", "data.answer='word' must be 'letter' or 'text'"),
         ("evaluate.mode=guess", "must be letter, text or generate"),
         ("train.epochs=0", "train.epochs=0.0 must be above 0"),
+        ("train.epochs=Infinity", "train.epochs=inf must be above 0 and finite"),
+        ("train.lr=nan", "train.lr=nan must be above 0 and finite"),
+        ("train.weight_decay=nan", "train.weight_decay=nan must be at least 0"),
+        ("train.max_grad_norm=inf", "train.max_grad_norm=inf must be finite"),
+        ("train.save_steps=0", "train.save_steps=0 must be at least 1"),
+        ("seed=-1", "seed=-1 must be from 0 to"),
+        ("data.cap=-3", "data.cap=-3 must be at least 1"),
+        ('data.caps={"sst2": 0}', "data.caps={'sst2': 0} must be at least 1"),
+        ("data.weights.sst2=inf", "data.weights={'sst2': inf} must be above 0 and finite"),
+        ("evaluate.test_limit=-1", "evaluate.test_limit=-1 must be at least 1, or null"),
+        ("evaluate.validation_limit=0", "evaluate.validation_limit=0 must be at least 1"),
+        ("evaluate.batch_tokens=0", "evaluate.batch_tokens=0 must be at least 1"),
+        ("name=..", "name='..' must be the name of one folder"),
+        ("name=../x", "name='../x' must be the name of one folder"),
+        ("tasks=[false]", "tasks=[False] must be a list of text; put words such as no in quotes"),
     ],
 )
 def test_values_out_of_range_name_field_value_and_rule(override: str, part: str) -> None:
@@ -83,6 +98,34 @@ def test_a_recipe_survives_its_own_dictionary() -> None:
 def test_streaming_needs_a_number_of_steps() -> None:
     with pytest.raises(ConfigError, match=r"streaming=true needs train\.max_steps"):
         load_recipe("text14", ["data.streaming=true"])
+
+
+BOMB = "adapter:\n  a0: &a0 [x, x]\n" + "".join(f"  a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"name: caf\xe9\n", "is not UTF-8 text"),
+        (b"adapter: " + b"[" * 5000, "is nested too deeply"),
+        (b"name: 2024-99-99\n", "is not valid YAML: month must be in 1..12"),
+        (BOMB.encode(), "it refers to another place with *a0; write the value out"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_message(content: bytes, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(path))
+    assert part in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_text_on_the_command_line_stays_text() -> None:
+    given = ["data.folder=none", "name=2024", "output=true", "tasks=7,none", "evaluate.mode=null", "train.compile=true"]
+    recipe = load_recipe("quickstart", given)
+    assert (recipe.data.folder, recipe.name, recipe.output) == ("none", "2024", "true")
+    assert (recipe.tasks, recipe.evaluate.mode, recipe.train.compile) == (["7", "none"], None, True)
 
 
 def test_command_line_values() -> None:

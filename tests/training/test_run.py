@@ -12,13 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import Trainer
 
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.load import load_adapter
+from monkeyjump.models.bundled import MANIFEST
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run, saved_recipe
+from monkeyjump.training.trainer import last_checkpoint
 from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
 
@@ -59,7 +64,11 @@ def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_fil
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "killed" / "adapter").exists()
+    with (tmp_path / "killed" / "log.jsonl").open("a") as log:  # a step after the checkpoint, and one cut short
+        log.write('{"step": 13, "loss": 1.0}\n{"step": 14, "lo')
     assert main([*command, "--resume"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "killed" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 15))
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     record = json.loads((tmp_path / "killed" / "record.json").read_text())
     assert whole.report is not None
@@ -69,10 +78,13 @@ def test_a_killed_run_resumes_to_the_same_weights_centres_and_metrics(recipe_fil
 def test_a_checkpoint_that_was_cut_short_is_passed_over(recipe_file: Path, tmp_path: Path) -> None:
     run(recipe(recipe_file, tmp_path / "whole"), test=False)
     cut = tmp_path / "cut"
-    run(recipe(recipe_file, cut), test=False)
+    run(recipe(recipe_file, cut, "train.save_steps=2"), test=False)
     shutil.rmtree(cut / "adapter")
     (cut / "checkpoints" / "checkpoint-8" / "complete").unlink()
     (cut / "checkpoints" / "checkpoint-8" / "trainer_state.json").write_text("{", encoding="utf-8")
+    before = last_checkpoint(cut / "checkpoints")
+    assert before is not None
+    assert before.name == "checkpoint-6"  # between the evaluations of steps 4 and 8
     resumed = run(recipe(recipe_file, cut), resume=True, test=False)
     assert resumed.measurements["steps"] == 8
     assert same(weights(tmp_path / "whole"), weights(cut))
@@ -133,7 +145,11 @@ def test_a_run_that_diverges_says_so_and_when(
 ) -> None:
     chosen = recipe(recipe_file, tmp_path, "train.lr=1e30", "train.max_grad_norm=0.0", "train.log_steps=1")
     result = run(chosen, test=False)
-    assert "training diverged" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "training diverged" in text
+    assert "the best checkpoint cannot be used" in text
+    with pytest.raises(ConfigError, match="tensors of the saved adapter hold NaN or infinity"):
+        load_adapter(tmp_path / "adapter")
     assert 1 <= result.measurements["diverged_at"] <= 8
     stable = run(recipe(recipe_file, tmp_path / "stable"), test=False)
     assert stable.measurements["diverged_at"] is None
@@ -198,3 +214,62 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
 def test_nothing_to_resume_is_said(recipe_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to resume"):
         run(recipe(recipe_file, tmp_path), resume=True)
+
+
+def test_a_folder_serves_one_run_at_a_time(recipe_file: Path, tmp_path: Path) -> None:
+    with FileLock(tmp_path / ".lock"), pytest.raises(ConfigError, match=r"another process trains in this folder"):
+        run(recipe(recipe_file, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["output={}/taken"], r"output='.*taken' is no folder that can be written \(it is a file\)"),
+        (["output={}/taken/below"], r"output='.*below' is no folder that can be written \(.*Not a directory"),
+        (["output=/proc/runs"], r"output='/proc/runs' is no folder that can be written"),
+        (["adapter.target_modules=(q_proj"], r"target_modules='\(q_proj' is no regular expression \(missing \)"),
+        (["tasks=gone.yaml"], r"gone.yaml' cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_touched(
+    overrides: list[str], message: str, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").touch()
+    (tmp_path / "adapter").mkdir()
+    monkeypatch.setattr("monkeyjump.training.run.load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=message):
+        run(recipe(recipe_file, tmp_path, *(override.format(tmp_path) for override in overrides)))
+    assert (tmp_path / "adapter").is_dir()
+
+
+def test_an_adapter_finds_its_base_model_on_another_machine(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundled model, trained with one cache and loaded with another after the first is gone."""
+    for machine in ("here", "there"):
+        folder = tmp_path / machine / "models" / "smollm2-135m"
+        shutil.copytree(recipe_file.parent / "tiny", folder)
+        (folder / MANIFEST).touch()
+    monkeypatch.setenv("MONKEYJUMP_CACHE", str(tmp_path / "here"))
+    run(recipe(recipe_file, tmp_path / "run", "model=smollm2-135m", "train.max_steps=2", "tasks=opinion"))
+    adapter = (tmp_path / "run" / "adapter").rename(tmp_path / "moved")
+    card = (adapter / "README.md").read_text()
+    for text in (card, (adapter / "adapter_config.json").read_text()):
+        assert "HuggingFaceTB/SmolLM2-135M-Instruct" in text
+        assert str(tmp_path) not in text
+    assert card.startswith("---\nlibrary_name: peft\nbase_model: ")
+    assert "| method | mjlora (preset mj_paper) |" in card
+    assert "| opinion | accuracy | 6 |" in card
+    assert "monkeyjump run -- " in card
+    monkeypatch.setenv("MONKEYJUMP_CACHE", str(tmp_path / "there"))
+    shutil.rmtree(tmp_path / "here")
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) == 5
+    loaded: dict[str, Any] = {}
+    exec(code.replace("path/to/this/folder", str(adapter)), loaded)
+    expected = load_file(adapter / "adapter_model.safetensors")
+    for model in (loaded["model"], load_adapter(adapter)[0]):
+        assert same(get_peft_model_state_dict(model, save_embedding_layers=False), expected)
+    (adapter / "recipe.json").unlink()  # then its own configuration must do
+    model = load_adapter(adapter)[0]
+    assert same(get_peft_model_state_dict(model, save_embedding_layers=False), expected)

@@ -28,11 +28,11 @@ def always_on(targets: list[str] | None = None, layers: int = 1, **changes: Any)
 
 def spied_passes(patch: pytest.MonkeyPatch) -> list[int]:
     """How many projections took part in each pass over an input, filled as they are made."""
-    from monkeyjump.ops.kernels import few, lora
-    from monkeyjump.ops.settings import Update
+    from monkeyjump.ops.kernels import lora, lora_few_tokens
+    from monkeyjump.ops.lowrank import Update
 
     found: list[int] = []
-    for module, name in ((lora, "down"), (few, "at_once")):
+    for module, name in ((lora, "down"), (lora_few_tokens, "at_once")):
         original = getattr(module, name)
 
         def spy(x: torch.Tensor, what: Any, *rest: Any, _original: Any = original, **options: Any) -> torch.Tensor:

@@ -244,6 +244,17 @@ def test_a_base_model_of_another_kind(tmp_path: Path) -> None:
         PeftModel.from_pretrained(base, tmp_path / "other")
 
 
+@pytest.mark.parametrize(("part", "value"), [("monkeyjump_center", torch.nan), ("monkeyjump_adapter", torch.inf)])
+def test_a_saved_adapter_with_numbers_that_are_none(part: str, value: float, tmp_path: Path) -> None:
+    adapted().save_pretrained(str(tmp_path))
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(name for name in state if part in name)
+    state[name].view(-1)[0] = value
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(mj.ConfigError, match=rf"1 tensors of the saved adapter hold NaN or infinity, e.g. .*{part}"):
+        PeftModel.from_pretrained(tiny_llama(), tmp_path)
+
+
 def test_merging_a_routed_adapter() -> None:
     model = adapted()
     before = {k: v.clone() for k, v in model.state_dict().items()}

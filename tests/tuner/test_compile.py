@@ -12,6 +12,7 @@ from peft import PeftModel
 from tests.helpers import COMPILING, adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
 
 pytestmark = COMPILING
+FEW: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "gate_proj"], "shared_modules": ["gate_proj"]}
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, without a minute of C++ compilation
 
 
@@ -39,14 +40,14 @@ def compare(model: PeftModel, twin: PeftModel, compiled: Any, eager: Any) -> Non
 
 def test_the_base_model() -> None:
     """Sequence routing, and the dropout whose mask is made again in backward."""
-    model = adapted(tiny_llama(1), ema_interval=1, granularity="sequence", adapter="lora_fa", dropout=0.3)
+    model = adapted(tiny_llama(1), **FEW, ema_interval=1, granularity="sequence", adapter="lora_fa", dropout=0.3)
     twin = copy.deepcopy(model)
     compiled = torch.compile(model.get_base_model(), fullgraph=True, backend=BACKEND)
     compare(model, twin, compiled, twin.get_base_model())
 
 
 def test_the_peft_model() -> None:
-    model = adapted(tiny_llama(1), ema_interval=1)
+    model = adapted(tiny_llama(1), **FEW, ema_interval=1)
     twin = copy.deepcopy(model)
     compare(model, twin, torch.compile(model, fullgraph=True, backend=BACKEND), twin)
     model.eval()
@@ -59,7 +60,7 @@ def test_the_peft_model() -> None:
 
 def test_every_block_alone() -> None:
     """What a user does to a model whose loop over the blocks stays in Python."""
-    model = adapted(tiny_llama(2), ema_interval=1)
+    model = adapted(tiny_llama(2), **FEW, ema_interval=1)
     twin = copy.deepcopy(model)
     for block in model.get_base_model().model.layers:  # type: ignore[union-attr]
         block.compile(fullgraph=True, backend=BACKEND)

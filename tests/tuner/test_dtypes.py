@@ -116,7 +116,6 @@ def test_adapter_dtype_option_of_peft_does_not_round_the_adapter() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-@pytest.mark.filterwarnings("ignore")  # torchao warns of its own deprecations at import and use
 @pytest.mark.parametrize("choice", ["torch", "triton"])
 def test_an_int8_base(choice: str, tmp_path: Path) -> None:
     """A weight-only int8 base = the dequantised base with the same adapters; it trains, and stays as it is."""

@@ -17,7 +17,7 @@ from tests.helpers import layers_of
 from tests.tuner.sharing_models import CLOSE, always_on, assert_torch_agrees, batch, logits
 
 pytest.importorskip("triton")
-from monkeyjump.tuner.packing import Packed
+from monkeyjump.tuner.fast.packed_weights import PackedWeights
 
 
 @pytest.fixture(autouse=True)
@@ -117,22 +117,24 @@ def linears(*kinds: dict[str, Any]) -> list[nn.Linear]:
 
 def test_only_what_is_alike_frozen_and_alone_is_packed() -> None:
     plain: dict[str, Any] = {}
-    assert Packed.possible(linears(plain, plain))
-    assert not Packed.possible(linears(plain, {"bias": False}))
-    assert not Packed.possible(linears(plain, {"dtype": torch.float64}))
+    assert PackedWeights.possible(linears(plain, plain))
+    assert not PackedWeights.possible(linears(plain, {"bias": False}))
+    assert not PackedWeights.possible(linears(plain, {"dtype": torch.float64}))
     trained = linears(plain, plain)
     trained[1].weight.requires_grad_()
-    assert not Packed.possible(trained)
+    assert not PackedWeights.possible(trained)
     views = linears(plain, plain)
     views[0].weight.data = torch.zeros(9, 4)[2:5]
-    assert not Packed.possible(views)
+    assert not PackedWeights.possible(views)
 
 
 def test_biases_lie_together_too() -> None:
-    pair = linears({}, {})
-    x = torch.randn(2, 4)
+    """With whole numbers, whose sums are exact in every order: one product need not add up as two do."""
+    pair, x = linears({}, {}), torch.randint(-8, 9, (2, 4)).float()
+    for parameter in (parameter for linear in pair for parameter in linear.parameters()):
+        parameter.copy_(torch.randint(-8, 9, parameter.shape))
     expected = torch.cat([linear(x) for linear in pair], 1)
-    packed = Packed(pair)
+    packed = PackedWeights(pair)
     weight, bias = packed.frozen.weights[0], packed.frozen.biases[0]
     assert torch.equal(nn.functional.linear(x, weight, bias), expected)
     assert packed.intact()
@@ -153,3 +155,14 @@ def test_training_equals_torch() -> None:
     assert results[0].keys() == results[1].keys()
     for name, gradient in results[0].items():
         torch.testing.assert_close(gradient, results[1][name], **CLOSE)
+
+
+def test_without_kernels_weights_stay_where_they_are() -> None:
+    """Generation prepares for a compiler; where torch computes there is nothing to prepare."""
+    model = always_on().eval()
+    places = storages(model, "q_proj", "k_proj", "v_proj")
+    with implementation("torch"):
+        ids = batch()["input_ids"]
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    assert storages(model, "q_proj", "k_proj", "v_proj") == places
+    assert len(places) == 3

@@ -227,7 +227,6 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*bias.*")
 @pytest.mark.parametrize(("lora", "settings", "message"), BAD.values(), ids=BAD.keys())
 def test_what_cannot_be_routed_is_said_and_nothing_is_changed(
     lora: dict[str, Any], settings: dict[str, Any], message: str
@@ -252,7 +251,7 @@ def test_an_error_in_the_middle_puts_everything_back(monkeypatch: pytest.MonkeyP
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("monkeyjump.tuner.route_existing._fill", fail)
+    monkeypatch.setattr("monkeyjump.tuner.from_lora._fill", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         mj.route(model, shared_modules=SHARED, center_init="random_normalized")
     monkeypatch.undo()

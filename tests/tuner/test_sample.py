@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import monkeyjump as mj
-from monkeyjump.tuner import calibrate, sample
-from monkeyjump.tuner.sample import Reservoir, TokenCollector
+from monkeyjump.tuner.centers import calibrate, sample
+from monkeyjump.tuner.centers.sample import Reservoir, TokenCollector
 from tests.helpers import lm_batch, tiny_llama, wrap
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch import nn
 from monkeyjump.adapters.base import Gate, register
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_rules import flag, fraction, integer, is_int, weight
 
 FACTORS = ("A", "B", "diagonal")
 
@@ -31,29 +32,63 @@ class AdaLoraAdapter(LoraAdapter):
     name = "adalora"
     fused = True
     experts = 1  # in one adapter; a mixture has more
+    options: ClassVar[dict[str, Any]] = {
+        "target_r": integer("Average rank after allocation.", None, 1, "r or None takes no ranks away"),
+        "tinit": integer("Optimiser steps before the rank budget starts to shrink.", 0, 0, "0 starts at once"),
+        "tfinal": integer("Last optimiser steps, with the budget at its target.", 0, 0, "0 has none of them"),
+        "deltaT": integer("Optimiser steps between two allocations.", 1, 1, "1 allocates at every optimiser step"),
+        "beta1": fraction("Smoothing of the sensitivity.", 0.85, "AdaLoRA's authors use 0.85"),
+        "beta2": fraction("Smoothing of its uncertainty.", 0.85, "AdaLoRA's authors use 0.85"),
+        "total_step": integer("Optimiser steps of the whole training.", None, 1, "it is needed when target_r < r"),
+        "score_per_token": flag("With several experts: score a rank per token that reached the expert (see above)."),
+        "orth_reg_weight": weight("Weight of the orthogonality loss.", 0.5, "0 switches the orthogonality loss off"),
+    }
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
         self.diagonal = nn.Parameter(torch.zeros(config.r, dtype=torch.float32))
         self.allocations: torch.Tensor
-        self.smoothing = (config.beta1, config.beta2)
-        self.allocates = config.allocates_rank
+        self.smoothing = (self.option("beta1", config), self.option("beta2", config))
+        target = self.option("target_r", config)
+        self.allocates = target is not None and target < config.r
         if self.allocates:
             for factor in FACTORS:
                 shape = getattr(self, factor).shape
                 self.register_buffer(f"sensitivity_{factor}", torch.zeros(shape))
                 self.register_buffer(f"uncertainty_{factor}", torch.zeros(shape))
             self.register_buffer("allocations", torch.zeros((), dtype=torch.int64))
-        self.per_token = self.allocates and config.score_per_token
+        self.per_token = self.allocates and self.option("score_per_token", config)
         # Tokens sent to each expert since the last allocation, then all there were, [N + 1]; None: nobody has counted.
         # No buffer: data-parallel training would overwrite those of other ranks inside an accumulated batch.
         self.tokens: torch.Tensor | None = None
-        self.reset_factors()
 
-    def reset_factors(self) -> None:
+    @classmethod
+    def config_problems(cls, config: MonkeyJumpConfig) -> list[str]:
+        found = super().config_problems(config)
+        if found or not is_int(config.r):
+            return found
+        warm_up, end, steps = (cls.option(name, config) for name in ("tinit", "tfinal", "total_step"))
+        target = cls.option("target_r", config) or config.r
+        if target > config.r:
+            found.append(f"target_r={target} must be in 1..r ({config.r}): use r for no rank allocation.")
+        elif target < config.r and steps is None:
+            found.append("total_step=None must be given when target_r < r: set it to the training's optimiser steps.")
+        elif target < config.r and warm_up + end >= steps:
+            found.append(f"tinit + tfinal = {warm_up + end} must be smaller than total_step={steps}: lower them.")
+        several = config.placement in ("projection", "ffn") and config.learns_router
+        if cls.option("score_per_token", config) and not several:
+            found.append(
+                "score_per_token=True compares the experts of a mixture under a learned router, not of "
+                f"placement={config.placement!r} with router={config.router!r}: drop it."
+            )
+        return found
+
+    def reset_parameters(self) -> None:
+        """Random factors and a diagonal of zeros: were B zero as well, nothing would have a gradient."""
         nn.init.normal_(self.A, std=0.02)
         nn.init.normal_(self.B, std=0.02)
-        nn.init.zeros_(self.diagonal)
+        if "diagonal" in self._parameters:  # LoRA's constructor resets before there is one
+            nn.init.zeros_(self.diagonal)
 
     def rank_scale(self) -> torch.Tensor:
         return self.diagonal
@@ -75,7 +110,7 @@ class AdaLoraAdapter(LoraAdapter):
         for adapter in adapters:
             alike = stacks.setdefault((adapter.experts, adapter.A.shape[0] // adapter.experts), {})
             for factor, wide in ((adapter.A, True), (adapter.B, False)):
-                alike.setdefault((factor.shape, wide), []).append(factor)
+                alike.setdefault((factor.shape, wide), []).append(_whole(factor))
         totals = []
         for (experts, ranks), alike in stacks.items():
             eye = torch.eye(ranks, device=adapters[0].A.device, dtype=adapters[0].A.dtype)
@@ -132,6 +167,11 @@ class AdaLoraAdapter(LoraAdapter):
         if self.per_token:
             return scores["diagonal"]
         return scores["diagonal"] + scores["A"].mean(1) + scores["B"].mean(0)
+
+
+def _whole(factor: torch.Tensor) -> torch.Tensor:
+    """A factor that is sharded over ranks (FSDP, outside the forward of its block) as every rank needs it."""
+    return factor.full_tensor() if hasattr(factor, "full_tensor") else factor
 
 
 def _of_experts(factors: torch.Tensor, experts: int, wide: bool) -> torch.Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import Field
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_options import ADAPTER_OPTIONS
+from monkeyjump.config_rules import value_problems
 from monkeyjump.ops.precision import at_least_fp32
 from monkeyjump.registry import ADAPTERS as ALL_ADAPTERS
 from monkeyjump.registry import Registry, did_you_mean
@@ -51,7 +54,8 @@ class Adapter(nn.Module):
     name: ClassVar[str]
     # N experts of this kind on one linear as one adapter, called with the linear, the config and N; its gate: [..., N]
     mixture: ClassVar[Callable[[BaseLinear, MonkeyJumpConfig, int], Adapter] | None] = None
-    options: ClassVar[dict[str, Any]] = {}  # settings of its own, with their defaults; set by config.adapter_options
+    # settings of its own, set by config.adapter_options: a default, or a `setting` with its help and its rule
+    options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__()
@@ -64,21 +68,35 @@ class Adapter(nn.Module):
         return cls(linear.in_features, linear.out_features, config)
 
     @classmethod
+    def default(cls, name: str) -> Any:
+        """The default of a setting, which `options` holds by itself or with its help and its rule."""
+        value = cls.options[name]
+        return value.default if isinstance(value, Field) else value
+
+    @classmethod
     def option(cls, name: str, config: MonkeyJumpConfig) -> Any:
         """A setting of this adapter: what `config.adapter_options` says, else the default."""
         given = config.adapter_options if config.adapter == cls.name else None
-        return (given or {}).get(name, cls.options[name])
+        return (given or {}).get(name, cls.default(name))
 
     @classmethod
     def option_problems(cls, options: dict[str, Any]) -> list[str]:
-        """What is wrong with these `adapter_options`; a subclass adds checks of the values."""
-        known = list(cls.options)
-        return [
-            f"adapter_options names {name!r}, which adapter {cls.name!r} does not have: "
-            f"its settings are {', '.join(known) or '(none)'}.{did_you_mean(str(name), known)}"
-            for name in options
-            if name not in known
-        ]
+        """What is wrong with these `adapter_options`; a subclass adds checks that its `options` hold no rule for."""
+        known = {name: value for name, value in cls.options.items() if isinstance(value, Field)}
+        found = value_problems({name: value for name, value in options.items() if name in known}, known)
+        for name in options:
+            if name not in cls.options:
+                fix = f"use adapter={ADAPTER_OPTIONS[name]!r}, or drop it" if name in ADAPTER_OPTIONS else "drop it"
+                found.append(
+                    f"adapter_options names {name!r}, which adapter {cls.name!r} does not have (its settings are "
+                    f"{', '.join(cls.options) or '(none)'}): {fix}.{did_you_mean(str(name), list(cls.options))}"
+                )
+        return found
+
+    @classmethod
+    def config_problems(cls, config: MonkeyJumpConfig) -> list[str]:
+        """What is wrong with a configuration that has this adapter and options for it."""
+        return cls.option_problems(config.adapter_options or {})
 
     def reset_parameters(self) -> None:
         raise NotImplementedError
@@ -98,7 +116,7 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     def auxiliary_loss(self) -> torch.Tensor | None:
-        """A regulariser on this adapter's own tensors, unweighted, or None."""
+        """A regulariser on this adapter's own tensors, or None; the loss has the mean, times an `orth_reg_weight`."""
         return None
 
     @classmethod

@@ -22,6 +22,7 @@ from torch import nn
 
 from monkeyjump.adapters.base import Adapter, BaseLinear, Gate, register
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_rules import setting
 
 _NAMED = {name for names in TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.values() for name in names}
 # "mlp.c_proj" (GPT-2) also covers "c_proj" (GPT-Neo), which alone would take GPT-2's attention output for one.
@@ -31,7 +32,13 @@ FEEDFORWARD = sorted(name for name in _NAMED if not any(other.endswith(f".{name}
 @register
 class Ia3Adapter(Adapter):
     name = "ia3"
-    options: ClassVar[dict[str, Any]] = {"feedforward_modules": FEEDFORWARD}
+    options: ClassVar[dict[str, Any]] = {
+        "feedforward_modules": setting(
+            "Modules whose input is scaled.", tuple(FEEDFORWARD),
+            lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+            "a list of module names", "[] scales every output",
+        )
+    }  # fmt: skip
     linear: BaseLinear | None = None  # set where the input is scaled
 
     def __init__(
@@ -49,13 +56,6 @@ class Ia3Adapter(Adapter):
         names = cls.option("feedforward_modules", config)
         feedforward = any(linear.path == name or linear.path.endswith(f".{name}") for name in names)
         return cls(linear.in_features, linear.out_features, config, linear if feedforward else None)
-
-    @classmethod
-    def option_problems(cls, options: dict[str, Any]) -> list[str]:
-        names = options.get("feedforward_modules", [])
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            return [f"feedforward_modules={names!r} must be a list of module names; [] scales every output."]
-        return super().option_problems(options)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.ia3_offset)

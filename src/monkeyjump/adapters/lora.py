@@ -32,7 +32,7 @@ class LoraAdapter(Adapter):
         self.dropout = config.dropout
         self.A = nn.Parameter(torch.empty(config.r, in_features, dtype=torch.float32))
         self.B = nn.Parameter(torch.empty(out_features, config.r, dtype=torch.float32))
-        self.seeds: Callable[[LoraAdapter, torch.device], torch.Tensor | None] | None = None  # of dropout masks
+        self.seeds: Callable[[torch.device], torch.Tensor | None] | None = None  # of dropout masks
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -55,11 +55,9 @@ class LoraAdapter(Adapter):
 
         x = x.to(out.dtype)
         dropout = self.dropout if self.training else 0.0
-        if dropout == 0:
-            return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, self.rank_scale())
-        seed = None if self.seeds is None else self.seeds(self, x.device)
-        (z,) = gated_lora.down(x, [self.A], dropout, seed)
-        return gated_lora.up(out, z, self.B, self.scaling, gate, self.rank_scale())
+        seed = None if self.seeds is None or dropout == 0 else self.seeds(x.device)
+        diagonal = self.rank_scale()
+        return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, diagonal, dropout, seed)
 
     def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
         return ops.gated_lora(x, self.A, self.B, self.strength(gate), self.dropout if self.training else 0.0)

@@ -6,11 +6,14 @@ mask for the gradient of x; the mask is made again from a seed instead.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 
 from monkeyjump.adapters.base import Gate, register
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_rules import flag
 from monkeyjump.ops import reference as ops
 
 
@@ -18,9 +21,12 @@ from monkeyjump.ops import reference as ops
 class LoraFaAdapter(LoraAdapter):
     name = "lora_fa"
     fused = True
+    # PEFT's LoRA-FA optimizer: the change of the weight is then the nearest to the full gradient.
+    options: ClassVar[dict[str, Any]] = {"project_gradient": flag("B's gradient becomes g (A A^T)^-1 / scale^2.")}
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
+        self.project_gradient: bool = self.option("project_gradient", config)
         A = self.A.detach()
         del self.A
         self.register_buffer("A", A)

@@ -29,7 +29,7 @@ def mixture_of(config: MonkeyJumpConfig, linear: BaseLinear, experts: int) -> Ad
     own = ADAPTERS.get(config.adapter).mixture
     if own is not None:
         return own(linear, config, experts)
-    kinds = SHARED_A if config.share_A else MIXTURES
+    kinds = SHARED_A if config.projection.share_A else MIXTURES
     return kinds[config.adapter](linear.in_features, linear.out_features, config, experts)
 
 
@@ -159,6 +159,7 @@ def _widened(config: MonkeyJumpConfig, experts: int) -> MonkeyJumpConfig:
     """The configuration of one adapter that holds the ranks of all experts, at the same alpha / r."""
     wide = copy.copy(config)
     wide.r, wide.alpha = experts * config.r, experts * config.alpha
-    if config.target_r is not None:
-        wide.target_r = experts * config.target_r
+    options = config.adapter_options or {}
+    if options.get("target_r") is not None:
+        wide.adapter_options = {**options, "target_r": experts * options["target_r"]}
     return wide

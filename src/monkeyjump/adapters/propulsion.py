@@ -6,11 +6,14 @@ vanishing output, and bf16 keeps its resolution where it matters.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import nn
 
 from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_rules import integer
 from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
 
@@ -18,10 +21,13 @@ from monkeyjump.ops import reference as ops
 @register
 class PropulsionAdapter(Adapter):
     name = "propulsion"
+    options: ClassVar[dict[str, Any]] = {
+        "degree": integer("The output is scaled by p ** degree.", 15, 1, "use 1 or more (15 is the published value)")
+    }
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
-        self.degree = config.degree
+        self.degree: int = self.option("degree", config)
         self.offset = nn.Parameter(torch.empty(out_features, dtype=torch.float32))
         self.reset_parameters()
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from monkeyjump.adapters.base import Adapter, BaseLinear, Gate, register
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_rules import is_int, is_number, setting
 from monkeyjump.ops import reference as ops
 
 Key = tuple[int, int, int, int, torch.device, torch.dtype]
@@ -45,7 +46,16 @@ def shared_projection(
 @register
 class VeraAdapter(Adapter):
     name = "vera"
-    options: ClassVar[dict[str, Any]] = {"d_initial": 0.1, "projection_seed": 0}
+    options: ClassVar[dict[str, Any]] = {
+        "d_initial": setting(
+            "Where d starts.", 0.1, lambda value: is_number(value) and value != 0, "a number other than 0",
+            "with d = 0 and b = 0 nothing trains",
+        ),
+        "projection_seed": setting(
+            "What A and B are derived from.", 0, lambda value: is_int(value) and 0 <= value < 2**31,
+            "an integer in 0..2**31 - 1", "0 is the default",
+        ),
+    }  # fmt: skip
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
@@ -56,16 +66,6 @@ class VeraAdapter(Adapter):
         self.lambda_b = nn.Parameter(torch.empty(out_features, dtype=torch.float32))
         self.held: tuple[torch.Tensor, torch.Tensor] | None = None
         self.reset_parameters()
-
-    @classmethod
-    def option_problems(cls, options: dict[str, Any]) -> list[str]:
-        found = super().option_problems(options)
-        seed, start = options.get("projection_seed", 0), options.get("d_initial", 0.1)
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-            found.append(f"projection_seed={seed!r} must be an integer in 0..2**31 - 1.")
-        if isinstance(start, bool) or not isinstance(start, (int, float)) or not math.isfinite(start) or start == 0:
-            found.append(f"d_initial={start!r} must be a number other than 0: with d = 0 and b = 0 nothing trains.")
-        return found
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.lambda_d, self.d_initial)

@@ -1,4 +1,4 @@
-"""Pictures."""
+"""Plots of expert usage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump")
             [dict(zip(load.experts, load.share, strict=True)).get(name, 0.0) for name in experts] for load in loads
         ]
         image = axis.imshow(shares, aspect="auto", vmin=0, vmax=brightest, cmap="viridis")
-        axis.set_title(tasks[position], fontsize=9)
+        axis.set_title(tasks[position], fontsize=9, parse_math=False)  # a name may hold dollar signs
         axis.set_xticks(range(len(experts)), [name.removesuffix("_proj") for name in experts], fontsize=8)
         ticks = range(0, len(blocks), max(1, len(blocks) // 10))
         axis.set_yticks(list(ticks), [blocks[i] for i in ticks], fontsize=7)
@@ -51,7 +51,7 @@ def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump")
         bar = figure.colorbar(image, ax=axes, shrink=0.7)
         bar.set_label("share of jumps", fontsize=8)
         bar.ax.tick_params(labelsize=7)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

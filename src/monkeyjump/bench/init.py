@@ -2,142 +2,91 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from monkeyjump.bench import timing
-from monkeyjump.bench.jobs import Row
-from monkeyjump.bench.report import Table
-from monkeyjump.bench.variants import Workload, build, plain_model
-from monkeyjump.errors import ConfigError
-from monkeyjump.tuner import calibrate
-from monkeyjump.tuner.sample import OVERSAMPLE
+from monkeyjump.bench.modes import ModesRun
+from monkeyjump.bench.settings import Settings
+from monkeyjump.bench.turns import Measurement
+from monkeyjump.bench.variants import build, plain_model, random_ids
+from monkeyjump.bench.worker_process import Row
+from monkeyjump.tuner.centers import calibrate
+from monkeyjump.tuner.centers.sample import OVERSAMPLE
 
 PHASES = ("forwards", "reading", "kmeans", "total")
 
 
-@dataclass(frozen=True)
-class InitSettings:
-    workload: Workload = field(default_factory=Workload)
-    modes: tuple[str, ...] = ("init",)
-    keep: int = 50_000  # tokens that are clustered; four times as many are read
-    repeats: int = 3
-
-    def __post_init__(self) -> None:
-        if self.keep < 1 or self.repeats < 1:
-            raise ConfigError(f"keep={self.keep} and repeats={self.repeats} must be at least 1.", title="invalid bench")
+TABLE_FOR_EACH = ()
+COLUMNS = [
+    ("variant", "variant", str),
+    *((phase, f"{phase}_seconds", "{:.2f} s".format) for phase in PHASES),
+    ("total/forwards", "total_over_forwards", "{:.2f}".format),
+]
 
 
-def prepare(variant: str, plain: dict[str, Any]) -> Callable[[], Iterator[Row]]:
-    settings = InitSettings(**{**plain, "workload": Workload.parse(plain["workload"]), "modes": tuple(plain["modes"])})
-    return InitRun(variant, settings).rows
+def measurements(settings: Settings) -> list[Measurement]:
+    return [Measurement(InitRun, name, settings) for name in settings.methods]
 
 
-class InitRun:
-    """`initialize_centers` as it is, with a clock at its two phases; and the bare forwards on the same batches."""
+class InitRun(ModesRun):
+    """`initialize_centers` as it is, with a clock at its two phases, and the bare forwards on the same batches."""
 
-    def __init__(self, variant: str, settings: InitSettings) -> None:
-        workload = settings.workload
-        self.variant, self.settings, self.device = variant, settings, workload.device
-        base = plain_model(workload)
-        generator = torch.Generator(device=self.device).manual_seed(workload.seed)
-        shape = (workload.batch, workload.tokens)
-        count = -(-OVERSAMPLE * settings.keep // (workload.batch * workload.tokens))
-        self.batches = [
-            {"input_ids": torch.randint(base.config.vocab_size, shape, generator=generator, device=self.device)}
-            for _ in range(count)
-        ]
-        self.base = base
-        self.bare = [self._forwards() for _ in range(settings.repeats + 1)][1:]  # before any adapter is there
-        clustered = {**workload.overrides, "center_init": "kmeans"}
-        self.model = build(variant, replace(workload, overrides=clustered), base).model
+    def __init__(self, variant: str, settings: Settings) -> None:
+        super().__init__(variant, settings)
+        base = plain_model(settings).eval()
+        generator = torch.Generator(device=self.device).manual_seed(settings.seed)
+        count = -(-OVERSAMPLE * settings.keep // (settings.batch * settings.tokens))
+        self.batches = [{"input_ids": random_ids(base, settings, generator)} for _ in range(count)]
 
-    @torch.no_grad()
-    def _forwards(self) -> float:
-        self.base.eval()
-        with _clock(self.device) as seconds:
+        @torch.no_grad()
+        def forwards() -> None:
             for batch in self.batches:
-                self.base(**batch, logits_to_keep=1, use_cache=False)
-        return seconds[0]
+                base(**batch, logits_to_keep=1, use_cache=False)
 
-    def rows(self) -> Iterator[Row]:
-        started = time.time()
+        # before any adapter is there; the first round warms up
+        self.forwards = 1e-3 * median(timing.times(forwards, settings.repeats + 1, self.device)[1:])
+        clustered = {**settings.overrides, "center_init": "kmeans"}
+        self.model = build(variant, replace(settings, overrides=clustered), base).model
+
+    def measure(self, mode: str) -> Row:
+        timing.reset_peak(self.device)
         runs = [self._initialize() for _ in range(self.settings.repeats + 1)][1:]
-        seconds = {phase: median(run[phase] for run in runs) for phase in PHASES if phase != "forwards"}
-        seconds["forwards"] = median(self.bare)
-        workload = self.settings.workload
-        yield {
-            "variant": self.variant,
-            "mode": "init",
-            "status": "ok",
-            "started": started,
-            "median_ms": 1e3 * seconds["total"],
-            "seconds": seconds,
+        seconds = {f"{phase}_seconds": median(run[phase] for run in runs) for phase in PHASES[1:]}
+        return {
+            "median_ms": 1e3 * seconds["total_seconds"],
+            "forwards_seconds": self.forwards,
+            **seconds,
             "runs": runs,
-            "total_over_forwards": seconds["total"] / seconds["forwards"],
-            "kmeans_over_forwards": seconds["kmeans"] / seconds["forwards"],
-            "tokens_read": len(self.batches) * workload.batch * workload.tokens,
+            "total_over_forwards": seconds["total_seconds"] / self.forwards,
+            "tokens_read": sum(batch["input_ids"].numel() for batch in self.batches),
             "tokens_kept": self.report.tokens_kept,
             "blocks": len(self.report.shares),
             "peak_bytes": timing.peak_bytes(self.device),
-            "ended": time.time(),
         }
 
     def _initialize(self) -> dict[str, float]:
-        spent: dict[str, float] = {}
-        timing.reset_peak(self.device)
+        """The seconds of every phase of one initialisation."""
+        spent = dict.fromkeys(PHASES[1:], 0.0)
+
+        def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result: list[Any] = []
+                [found] = timing.times(lambda: result.append(function(*args, **kwargs)), 1, self.device)
+                spent[phase] += 1e-3 * found
+                return result[0]
+
+            return call
+
         with (
-            _timed(calibrate, "collect", "reading", spent, self.device),
-            _timed(calibrate, "spherical_kmeans", "kmeans", spent, self.device),
-            _clock(self.device) as total,
+            patch.object(calibrate, "collect", timed("reading", calibrate.collect)),
+            patch.object(calibrate, "spherical_kmeans", timed("kmeans", calibrate.spherical_kmeans)),
         ):
-            seed, keep = self.settings.workload.seed, self.settings.keep
-            self.report = calibrate.initialize_centers(self.model, self.batches, keep, seed, progress=False)
-        return {**spent, "total": total[0]}
-
-
-@contextmanager
-def _clock(device: str) -> Iterator[list[float]]:
-    """Seconds of the block, the work it left on the device included."""
-    found: list[float] = []
-    timing.synchronize(device)
-    start = time.perf_counter()
-    yield found
-    timing.synchronize(device)
-    found.append(time.perf_counter() - start)
-
-
-@contextmanager
-def _timed(module: Any, name: str, phase: str, spent: dict[str, float], device: str) -> Iterator[None]:
-    """Add the seconds of every call of `module.name` to `spent[phase]`; nothing else about it changes."""
-    function = getattr(module, name)
-    spent[phase] = 0.0
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _clock(device) as seconds:
-            result = function(*args, **kwargs)
-        spent[phase] += seconds[0]
-        return result
-
-    setattr(module, name, call)
-    try:
-        yield
-    finally:
-        setattr(module, name, function)
-
-
-def init_tables(rows: Sequence[Row], title: str) -> list[Table]:
-    """Seconds; `reading` holds the forwards and the sampling from them."""
-    columns = ["variant", *PHASES, "total/forwards"]
-    cells = [
-        [row["variant"], *(f"{row['seconds'][phase]:.2f} s" for phase in PHASES), f"{row['total_over_forwards']:.2f}"]
-        for row in rows
-        if row["status"] == "ok"
-    ]
-    return [Table(title, columns, cells)]
+            settings, initialize = self.settings, timed("total", calibrate.initialize_centers)
+            self.report = initialize(self.model, self.batches, settings.keep, settings.seed, progress=False)
+        return spent

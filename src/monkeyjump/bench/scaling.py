@@ -4,83 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from itertools import product
+from statistics import linear_regression
 from typing import Any
 
-from monkeyjump.bench.jobs import Job, Row
-from monkeyjump.bench.report import Table
+from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.shapes import SHAPES
-from monkeyjump.bench.step import StepSettings
-from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, Workload, method_config
-from monkeyjump.errors import ConfigError
+from monkeyjump.bench.step import StepRun
+from monkeyjump.bench.turns import Measurement
+from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, method_config
+from monkeyjump.bench.worker_process import Row
 
-AXES = ("tokens", "rank", "experts", "blocks")
 BASE = "base"  # the axis of the one floor that rank and experts, which it does not have, are held against
 SAME = ("mode", "axis", "value")
+TITLE = "Bench {verb}, {shape}: exponent of cost in work (1 = linear)"
 RANKS = (2, 4, 8, 16, 32)
 EXPERTS = (2, 4, 8, 16)
 # Where experts are projections, there are as many as there are projections; each is as dear as it is wide.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROJECTION_COUNTS = (2, 3, 5, 7)
-MEASURES = ("time", "time_above_floor", "memory", "memory_above_floor")
+COSTS = {"time": "median_ms", "memory": "extra_bytes"}
+COLUMNS = [  # of the exponents
+    ("variant", "variant", str),
+    ("axis", "axis", str),
+    ("points", "points", "{}".format),
+    ("time", "time", "{:.2f}".format),
+    ("above floor", "time_above_floor", "{:.2f}".format),
+    ("memory", "memory", "{:.2f}".format),
+    ("above floor", "memory_above_floor", "{:.2f}".format),
+]
 
 
-def scaling_jobs(settings: StepSettings, names: list[str], axes: Sequence[str], most: int | None = None) -> list[Job]:
-    """The floor, then every variant at the points of every axis, or at `most` of them."""
-    problems = [f"axes={axis!r} must be one of {', '.join(AXES)}." for axis in axes if axis not in AXES]
-    if most is not None and most < 2:
-        problems.append(f"points={most} must be at least 2: one point has no slope.")
-    if problems:
-        raise ConfigError(problems)
-
-    def job(name: str, workload: Workload, axis: str, value: int) -> Job:
-        chosen = asdict(replace(settings, workload=workload))
-        # experts that are projections cost what their widths do, which their parameters count
-        work = "trainable" if workload.targets != settings.workload.targets else "value"
-        labels = {"axis": axis, "value": value, "work": work}
-        return Job("monkeyjump.bench.step", name, chosen, settings.modes, labels)
-
-    jobs = [job(FLOOR, settings.workload, BASE, 0)]
-    for axis in axes:
-        for name in names:
-            chosen = spread(points(name, settings.workload, axis), most)
-            jobs += [job(name, workload, axis, value) for value, workload in chosen]
-    return jobs
+def measurements(settings: Settings) -> list[Measurement]:
+    """The floor, then every variant at the points of every axis."""
+    found = [Measurement(StepRun, FLOOR, settings, {"axis": BASE, "value": 0, "work": "value"})]
+    for axis, name in product(settings.axes, settings.methods):
+        for value, chosen in spread(points(name, settings, axis), settings.points):
+            # experts that are projections cost what their widths do, which their parameters count
+            work = "trainable" if chosen.targets != settings.targets else "value"
+            found.append(Measurement(StepRun, name, chosen, {"axis": axis, "value": value, "work": work}))
+    return found
 
 
-def spread(found: list[tuple[int, Workload]], most: int | None) -> list[tuple[int, Workload]]:
-    """At most so many of the points, both ends and what lies evenly between them."""
+def spread(found: list[Any], most: int | None) -> list[Any]:
+    """At most so many of the points: both ends and what lies evenly between them."""
     if most is None or len(found) <= most:
         return found
     return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
 
 
-def points(name: str, workload: Workload, axis: str) -> list[tuple[int, Workload]]:
-    """The workloads along an axis; none for a variant that does not have it."""
+def points(name: str, settings: Settings, axis: str) -> list[tuple[int, Settings]]:
+    """The settings along an axis; none for a variant that does not have it."""
     if axis == "tokens":  # more rows, not longer ones: attention is quadratic in the length whatever is adapted
-        rows = sorted({max(1, workload.batch // part) for part in (8, 4, 2, 1)})
-        return [(n * workload.tokens, replace(workload, batch=n)) for n in rows]
+        rows = sorted({max(1, settings.batch // part) for part in (8, 4, 2, 1)})
+        return [(n * settings.tokens, replace(settings, batch=n)) for n in rows]
     if axis == "blocks":
-        depth = workload.layers or SHAPES[workload.shape]["num_hidden_layers"]
-        return [(n, replace(workload, layers=n)) for n in sorted({max(1, depth // part) for part in (8, 4, 2, 1)})]
+        depth = settings.layers or SHAPES[settings.shape]["num_hidden_layers"]
+        return [(n, replace(settings, layers=n)) for n in sorted({max(1, depth // part) for part in (8, 4, 2, 1)})]
     if name == FLOOR:
         return []
     if axis == "rank":
-        return [(rank, replace(workload, rank=rank)) for rank in RANKS]
-    return [] if name in (PEFT_LORA, PEFT_LORA_LOW) else _with_experts(name, workload)
+        return [(rank, replace(settings, rank=rank)) for rank in RANKS]
+    return [] if name in (PEFT_LORA, PEFT_LORA_LOW) else _with_experts(name, settings)
 
 
-def _with_experts(name: str, workload: Workload) -> list[tuple[int, Workload]]:
-    config = method_config(name, workload)
+def _with_experts(name: str, settings: Settings) -> list[tuple[int, Settings]]:
+    config = method_config(name, settings)
     if config.placement in ("projection", "ffn"):
-        return [(n, replace(workload, overrides={**workload.overrides, "experts": n})) for n in EXPERTS]
+        return [(n, replace(settings, overrides={**settings.overrides, "experts": n})) for n in EXPERTS]
     if config.placement == "block" and config.layers_to_route != []:
-        nothing_shared = {**workload.overrides, "shared_modules": []}
-        return [(n, replace(workload, targets=PROJECTIONS[:n], overrides=nothing_shared)) for n in PROJECTION_COUNTS]
+        nothing_shared = {**settings.overrides, "shared_modules": []}
+        return [(n, replace(settings, targets=PROJECTIONS[:n], overrides=nothing_shared)) for n in PROJECTION_COUNTS]
     return []
 
 
-def exponents(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def exponents(rows: Sequence[Row]) -> list[Row]:
     """For each variant, axis and mode the power of the work that its cost grows with: 1 is linear.
 
     Work is the value on the axis, or the adapters' parameters where experts are projections of different widths.
@@ -93,50 +92,25 @@ def exponents(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in measured:
         if row["axis"] != BASE:
             groups.setdefault((row["variant"], row["axis"], row["mode"]), []).append(row)
-    return [
-        {"variant": variant, "axis": axis, "mode": mode, "points": len(group), **_fits(group, floors)}
-        for (variant, axis, mode), group in groups.items()
-    ]
-
-
-def _fits(group: list[Row], floors: dict[tuple, Row]) -> dict[str, float | None]:
-    found = {}
-    for name, key in (("time", "median_ms"), ("memory", "extra_bytes")):
-        costs, above = [], []
-        for row in group:
-            floor = floors.get((row["mode"], row["axis"], row["value"])) or floors.get((row["mode"], BASE, 0))
-            work = row[row["work"]]
-            costs.append((work, row.get(key)))
-            known = floor is not None and row.get(key) is not None and floor.get(key) is not None
-            above.append((work, row[key] - floor[key] if known and floor is not None else None))
-        found[name], found[f"{name}_above_floor"] = exponent(costs), exponent(above)
+    found = []
+    for (variant, axis, mode), group in groups.items():
+        fits: Row = {"variant": variant, "axis": axis, "mode": mode, "status": "ok", "points": len(group)}
+        work = [row[row["work"]] for row in group]
+        same = [floors.get((mode, axis, row["value"])) or floors.get((mode, BASE, 0)) or {} for row in group]
+        for name, key in COSTS.items():
+            costs = [row.get(key) for row in group]
+            above = [
+                None if cost is None or floor.get(key) is None else cost - floor[key]
+                for cost, floor in zip(costs, same, strict=True)
+            ]
+            fits[name], fits[f"{name}_above_floor"] = exponent(work, costs), exponent(work, above)
+        found.append(fits)
     return found
 
 
-def exponent(points: Sequence[tuple[float, float | None]]) -> float | None:
+def exponent(work: Sequence[float], costs: Sequence[float | None]) -> float | None:
     """Slope of log cost over log work by least squares; None for fewer than two points or a cost that is no cost."""
-    costs = [(work, cost) for work, cost in points if cost is not None and cost > 0]
-    if len(costs) < len(points) or len(points) < 2:
+    positive = [cost for cost in costs if cost is not None and cost > 0]
+    if len(positive) < len(work) or len(set(work)) < 2:
         return None
-    x, y = [math.log(work) for work, _ in costs], [math.log(cost) for _, cost in costs]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    square = sum((a - mean_x) ** 2 for a in x)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / square if square else None
-
-
-def scaling_tables(found: Sequence[dict[str, Any]], title: str) -> list[Table]:
-    """One table per mode; the exponents of cost in work."""
-    columns = ["variant", "axis", "points", "time", "above floor", "memory", "above floor"]
-    return [
-        Table(
-            f"{title}, {mode}: exponent of cost in work (1 = linear)",
-            columns,
-            [
-                [row["variant"], row["axis"], str(row["points"])]
-                + ["" if row[measure] is None else f"{row[measure]:.2f}" for measure in MEASURES]
-                for row in found
-                if row["mode"] == mode
-            ],
-        )
-        for mode in dict.fromkeys(row["mode"] for row in found)
-    ]
+    return linear_regression([math.log(x) for x in work], [math.log(y) for y in positive]).slope

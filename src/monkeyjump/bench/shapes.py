@@ -1,4 +1,4 @@
-"""Models of a named shape with random weights: enough for speed and memory, nothing to download."""
+"""Models of a named shape with random weights: enough for speed and memory, and nothing has to be downloaded."""
 
 from __future__ import annotations
 
@@ -10,47 +10,18 @@ from torch import nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 
+_FIELDS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2-0.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-        "tie_word_embeddings": False,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49_152,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "tie_word_embeddings": True,
-    },
+    name: dict(zip(_FIELDS, values, strict=True))
+    for name, values in {
+        "qwen2-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 151_936, True),
+        "llama-3-8b": ("llama", 4096, 14_336, 32, 32, 8, 128_256, False),
+        "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49_152, True),
+        "tiny": ("llama", 64, 128, 2, 4, 2, 512, True),
+    }.items()
 }
 
 

@@ -1,139 +1,120 @@
-"""One training step: forward and backward, plain, compiled, and compiled inside one CUDA graph."""
+"""One training step: forward and backward, plain, compiled, and compiled inside one CUDA graph.
+
+Shapes: B batch, T tokens, D hidden width.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from monkeyjump.bench import compiling, gradients, tensors, timing
-from monkeyjump.bench.batch import make_batch, run_blocks, run_model
-from monkeyjump.bench.jobs import Row, failure
-from monkeyjump.bench.variants import Built, Workload, build, plain_model, skip_masks
-from monkeyjump.errors import ConfigError
-from monkeyjump.training.compile import whole_call
-from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, liger_kernel, torch_kernel
+from monkeyjump.bench import timing
+from monkeyjump.bench.modes import SETTLE, CompiledModesRun, graphs_made
+from monkeyjump.bench.results import bytes_in_words, milliseconds, ratio
+from monkeyjump.bench.settings import Settings
+from monkeyjump.bench.turns import Measurement
+from monkeyjump.bench.variants import BuiltVariant, build, plain_model, random_ids, skip_masks
+from monkeyjump.bench.worker_process import Row
+from monkeyjump.training.fused_loss import FusedLoss, liger_kernel, torch_kernel
 
-MODES = ("eager", "compile", "graph")
-SCOPES = ("blocks", "model")
-SETTLE = 3  # steps until a compiled model compiles no more: the first leaves losses and gradients behind
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """How a step is run and timed."""
-
-    workload: Workload = field(default_factory=Workload)
-    modes: tuple[str, ...] = MODES
-    scope: str = "blocks"  # blocks: the decoder under a random upstream gradient; model: the causal LM and its loss
-    compile: str = "model"  # what is compiled at once: each block, or the whole decoder
-    backend: str = "inductor"
-    steps: int = 30
-    warmup: int = 5
-    fused_loss: str = "off"  # off: from logits; torch or liger: without them
-    optimizer: bool = False
-    check: bool = False
-    profile: bool = False  # also which kernels a step of the last mode consists of
-
-    def __post_init__(self) -> None:
-        problems = []
-        for name, value, known in (
-            ("scope", self.scope, SCOPES),
-            ("compile", self.compile, compiling.PARTS),
-            *(("modes", mode, MODES) for mode in self.modes),
-        ):
-            if value not in known:
-                problems.append(f"{name}={value!r} must be one of {', '.join(known)}.")
-        if "graph" in self.modes and not timing.is_cuda(self.workload.device):
-            problems.append("modes='graph' needs a GPU: CUDA graphs exist on no other device; use eager or compile.")
-        if self.fused_loss != "off":
-            problems += fused_loss_problems(self.fused_loss, self.workload.device)
-            if self.scope != "model":
-                problems.append(f"fused_loss needs scope='model', not {self.scope!r}: the blocks alone have no loss.")
-        if self.check and self.workload.dropout:
-            problems.append(
-                f"check compares gradients and needs dropout=0, not {self.workload.dropout}: two runs draw two masks."
-            )
-        if self.steps < 2 or self.warmup < 1:
-            problems.append(f"steps={self.steps} must be at least 2 and warmup={self.warmup} at least 1.")
-        if problems:
-            raise ConfigError(problems, title="invalid bench")
+COLUMNS = [
+    ("variant", "variant", str),
+    ("ms", "median_ms", milliseconds),
+    ("spread", "spread", "{:.1%}".format),
+    ("/floor", "time_vs_floor", ratio),
+    ("/peft", "time_vs_peft", ratio),
+    ("memory", "peak_bytes", bytes_in_words),
+    ("/floor", "memory_vs_floor", ratio),
+    ("/peft", "memory_vs_peft", ratio),
+]
 
 
-def fused_loss_problems(name: str, device: str) -> list[str]:
-    """Why this fused loss cannot be had."""
-    if name not in ("torch", "liger"):
-        return [f"fused_loss={name!r} must be torch or liger."]
-    try:
-        choose_kernel(name, timing.is_cuda(device))
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+def measurements(settings: Settings) -> list[Measurement]:
+    return [Measurement(StepRun, name, settings) for name in settings.methods]
 
 
-def settings_from(plain: dict[str, Any]) -> StepSettings:
-    """The settings from their JSON form."""
-    return StepSettings(**{**plain, "workload": Workload.parse(plain["workload"]), "modes": tuple(plain["modes"])})
+@dataclass
+class RandomBatch:
+    """The same tensors at every step, as a CUDA graph needs them.
+
+    The embeddings ask for a gradient in every variant, not only in the floor, so that a ratio to the floor shows the
+    adapters alone.
+    """
+
+    embeds: torch.Tensor  # [B, T, D]
+    upstream: torch.Tensor  # [B, T, D], the gradient that arrives at the last hidden state
+    labels: torch.Tensor  # [B, T]
 
 
-def prepare(method: str, plain: dict[str, Any]) -> Callable[[], Iterator[Row]]:
-    """Build, compile and warm up; what comes back does the timing and yields one row per mode."""
-    run = StepRun(method, settings_from(plain))
-    run.warm_up()
-    return run.rows
+def random_batch(built: BuiltVariant, settings: Settings) -> RandomBatch:
+    generator = torch.Generator(device=settings.device).manual_seed(settings.seed)
+    ids = random_ids(built.causal_lm, settings, generator)
+    with torch.no_grad():
+        embeds = built.decoder.embed_tokens(ids).detach().clone()
+    upstream = torch.randn(embeds.shape, generator=generator, device=embeds.device, dtype=embeds.dtype)
+    return RandomBatch(embeds.requires_grad_(), upstream, ids)
 
 
-class StepRun:
-    """One variant through its modes. A mode that fails says why in its row, and the others go on."""
+def run_model(built: BuiltVariant, batch: RandomBatch) -> None:
+    """Forward and backward of the causal LM and its loss."""
+    extra = {} if built.task_ids is None else {"task_ids": built.task_ids}
+    built.model(inputs_embeds=batch.embeds, labels=batch.labels, use_cache=False, **extra).loss.backward()
 
-    def __init__(self, method: str, settings: StepSettings) -> None:
-        self.method, self.settings = method, settings
-        self.device = settings.workload.device
-        self.failed: dict[str, Row] = {}  # not the error itself, which would keep the tensors of its frames alive
-        self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
-        self.compile_seconds: float | None = None
-        self.graphs = 0
-        self.state: gradients.State = []
+
+def run_blocks(built: BuiltVariant, batch: RandomBatch) -> None:
+    """Forward and backward of the decoder, under a given upstream gradient; the losses of routers take part."""
+    context, losses = built.context, []
+    if context is None:
+        hidden = built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state
+    else:
+        # what the hooks of the causal LM, which is not called here, would do
+        context.losses.clear()
+        call = context.open()
+        call.task_ids = built.task_ids
+        hidden = built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state
+        context.close(call)
+        losses = [loss for loss in (context.losses.take(), context.regularizer(built.causal_lm)) if loss is not None]
+    torch.autograd.backward([hidden, *losses], [batch.upstream, *(None for _ in losses)])
+
+
+class StepRun(CompiledModesRun):
+    """One variant's training step. Another row of the same mode gives more times of the same call."""
+
+    def __init__(self, variant: str, settings: Settings) -> None:
+        super().__init__(variant, settings)
         self.calls: dict[str, Callable[[], None]] = {}  # what was timed, by mode
-        self.reference: list[torch.Tensor] = []  # gradients of the last mode checked
-        self.deviations: dict[str, float] = {}
         start, before = time.perf_counter(), timing.resident_bytes(self.device)
+        base = plain_model(settings)
+        skip_masks(base)
+        self.built = build(variant, settings, base)
         self.switched_on = ExitStack()  # for as long as this process lives
-        self.built = self._build()
-        self.batch = make_batch(self.built, settings.workload)
+        if settings.fused_loss != "off":
+            kernel = liger_kernel if settings.fused_loss == "liger" else torch_kernel
+            self.switched_on.enter_context(FusedLoss(self.built.model, kernel).installed())
+        self.batch = random_batch(self.built, settings)
         self.resident = self._resident(before)
         self.parameters = self.built.trainable()
         self.leaves = [*self.parameters, self.batch.embeds]
-        self.optimizer = self._optimizer()
+        self.optimizer: torch.optim.Optimizer | None = None
+        if settings.optimizer and self.parameters:
+            capturable = timing.is_cuda(self.device)
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True, capturable=capturable)
         self.build_seconds = time.perf_counter() - start
-
-    def _build(self) -> Built:
-        base = plain_model(self.settings.workload)
-        skip_masks(base)
-        built = build(self.method, self.settings.workload, base)
-        if self.settings.fused_loss != "off":
-            built.model.train()  # it is the loss of a training forward
-            kernel = liger_kernel if self.settings.fused_loss == "liger" else torch_kernel
-            self.switched_on.enter_context(FusedLoss(built.model, kernel).installed())
-        return built
 
     def _resident(self, before: int | None) -> int:
         """Bytes of the model, its adapters and the batch: what is there between two steps."""
         after = timing.resident_bytes(self.device)
         if before is not None and after is not None:
             return after - before
-        model, batch = self.built.model, self.batch
-        return tensors.bytes_of([*model.parameters(), *model.buffers(), batch.embeds, batch.upstream, batch.labels])
-
-    def _optimizer(self) -> torch.optim.Optimizer | None:
-        if not self.settings.optimizer or not self.parameters:
-            return None
-        return torch.optim.AdamW(self.parameters, lr=1e-4, fused=True, capturable=timing.is_cuda(self.device))
+        tensors = [*self.built.model.parameters(), *self.built.model.buffers(), *vars(self.batch).values()]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def step(self) -> None:
         """Forward and backward, as a trainer does it: gradients start from nothing."""
@@ -143,96 +124,56 @@ class StepRun:
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def warm_up(self) -> None:
-        """Everything that takes long and may run beside others: the first eager steps and all compilation."""
-        self.state = gradients.snapshot(self.built.model) if self.settings.check else []
-        for _ in range(2):  # also shows our methods which projections share their input
-            self.step()
-        self._require_gradients("eager")
-        if self.settings.check:
-            self.reference = self._gradients_of_one_step()
-        if "compile" in self.settings.modes or "graph" in self.settings.modes:
-            try:
-                self._compile()
-            except Exception as error:
-                self.failed["compile"] = self.failed["graph"] = failure(error)
-                self._use(compiled=False)
-        self._tidy()
-
-    def _compile(self) -> None:
-        settings, decoder = self.settings, self.built.decoder
-        compiling.allow_graphs(len(decoder.layers))
-        start, before = time.perf_counter(), compiling.graphs()
-        if self.built.context is not None:
-            self.built.context.sharing.prepare()
-        call = torch.compile(whole_call, fullgraph=True, dynamic=False, backend=settings.backend)
-        for part in list(decoder.layers) if settings.compile == "blocks" else [decoder]:
-            self.compiled.append((part, partial(call, part)))
-        self._use(compiled=True)
+    def _settle(self) -> None:
         for _ in range(SETTLE):
             self.step()
-        timing.synchronize(self.device)
-        self.compile_seconds = time.perf_counter() - start
-        self.graphs = compiling.graphs() - before
         self._require_gradients("compile")
-        if settings.check:
-            found = self._gradients_of_one_step()
-            self.deviations["compile"] = gradients.deviation(found, self.reference)
-            self.reference = found
 
-    def _use(self, compiled: bool) -> None:
-        for part, call in self.compiled:
-            part._compiled_call_impl = call if compiled else None
+    def _drop_gradients(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
 
-    def rows(self) -> Iterator[Row]:
-        """Time the modes, one row each; eager first, so that what a later mode keeps is in no earlier peak.
-
-        Called again, the rows are of more times alone.
-        """
-        for mode in [mode for mode in MODES if mode in self.settings.modes]:
-            row: Row = {"variant": self.method, "mode": mode, "started": time.time()}
-            if mode in self.failed:
-                row |= self.failed[mode]
-            else:
-                try:
-                    row |= {"status": "ok", **(self._again(mode) if mode in self.calls else self._measure(mode))}
-                except Exception as error:
-                    row |= failure(error)
-                with suppress(RuntimeError):  # after a failed capture even this may fail; the row says why
-                    self._tidy()
-            yield {**row, "ended": time.time()}
-
-    def _again(self, mode: str) -> Row:
-        self._use(compiled=mode != "eager")
-        self.calls[mode]()
-        return {"times_ms": timing.times(self.calls[mode], self.settings.steps, self.device)}
-
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         self._drop_gradients()
         timing.release_cache(self.device)
 
-    def _measure(self, mode: str) -> Row:
-        settings = self.settings
-        self._use(compiled=mode != "eager")
-        captured_peak = None
+    def warm_up(self) -> None:
+        """The first eager steps, and all compilation."""
+        for _ in range(2):  # also shows our methods which projections share their input
+            self.step()
+        self._require_gradients("eager")
+        if "compile" in self.settings.modes or "graph" in self.settings.modes:
+            self.compile(self._compiled_parts, self._settle)
+        self.tidy()
+
+    def _compiled_parts(self, call: Any) -> list[tuple[Any, Any]]:
+        decoder = self.built.decoder
+        parts = list(decoder.layers) if self.settings.compile == "blocks" else [decoder]
+        return [(part, partial(call, part)) for part in parts]
+
+    def measure(self, mode: str) -> Row:
+        settings, captured_peak = self.settings, None
+        if mode in self.calls:
+            self.calls[mode]()
+            return {"times_ms": timing.times(self.calls[mode], settings.steps, self.device)}
         call: Callable[[], None] = self.step
         if mode == "graph":
             call, captured_peak = self._captured()
-        graphs = compiling.graphs()
+        graphs = graphs_made()
         for _ in range(settings.warmup):
             call()
         timing.reset_peak(self.device)
         self.calls[mode], times = call, timing.times(call, settings.steps, self.device)
-        found = timing.spread(times)
         peak = timing.peak_bytes(self.device) if captured_peak is None else captured_peak
         if mode == "eager" and not timing.is_cuda(self.device):
-            peak = self.resident + tensors.peak_of(self.step)
+            self._drop_gradients()
+            peak = self.resident + timing.cpu_peak_bytes(self.step)
         self._require_gradients(mode)
-        tokens = settings.workload.batch * settings.workload.tokens
+        found = timing.summary(times)
         row: Row = {
-            **asdict(found),
+            **found,
             "times_ms": times,
-            "tokens_per_second": 1e3 * tokens / found.median_ms,
+            "tokens_per_second": 1e3 * settings.batch * settings.tokens / found["median_ms"],
             "peak_bytes": peak,
             "resident_bytes": self.resident,
             "extra_bytes": None if peak is None else peak - self.resident,
@@ -240,48 +181,33 @@ class StepRun:
             "build_seconds": self.build_seconds,
         }
         if mode != "eager":
-            row |= {"compile_seconds": self.compile_seconds, "compiled_graphs": self.graphs}
-            row["recompiled_while_timed"] = compiling.graphs() - graphs
-        if mode in self.deviations:
-            row["gradient_deviation"] = self.deviations[mode]
-        if settings.profile and mode == [known for known in MODES if known in settings.modes][-1]:
+            row |= {**self.compiler, "recompiled_while_timed": graphs_made() - graphs}
+        if settings.profile and mode == settings.modes[-1]:
             row["kernels"] = timing.kernels(call, self.device)
         return row
 
     def _captured(self) -> tuple[Callable[[], None], int | None]:
         """The whole step in one CUDA graph, and the peak of its capture: a replay allocates nothing that is counted."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # the stream of the capture, so that no gradient changes streams
-            for _ in range(SETTLE):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._drop_gradients()
-        timing.release_cache(self.device)
-        timing.reset_peak(self.device)
-        self.graph = torch.cuda.CUDAGraph()  # kept: its memory goes with it
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.step()
+
+        def before() -> None:
+            self.tidy()
+            timing.reset_peak(self.device)
+
+        # warmed up on the stream of the capture, so that no gradient changes streams; kept: its memory goes with it
+        self.graph = timing.captured(self.step, self._settle, before)
         peak = timing.peak_bytes(self.device)
-        gradients.restore(self.state)
         self.graph.replay()
         self._require_gradients("graph")
-        if self.settings.check:
-            found = gradients.copies([leaf.grad for leaf in self.leaves])
-            self.deviations["graph"] = gradients.deviation(found, self.reference)
         return self.graph.replay, peak
 
-    def _gradients_of_one_step(self) -> list[torch.Tensor]:
-        gradients.restore(self.state)
-        self.step()
-        return gradients.copies([leaf.grad for leaf in self.leaves])
-
     def _require_gradients(self, mode: str) -> None:
-        """A step that skips work is no step."""
-        fault = gradients.faulty(self.built.model, self.batch.embeds)
-        if fault:
-            raise RuntimeError(f"{mode}: {fault}")
-
-    def _drop_gradients(self) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
+        """A step that skips work is no step: everything trainable, and the input, must have a finite gradient."""
+        leaves = {"inputs_embeds": self.batch.embeds}
+        leaves |= {name: leaf for name, leaf in self.built.model.named_parameters() if leaf.requires_grad}
+        missing = [name for name, leaf in leaves.items() if leaf.grad is None]
+        broken = [name for name, leaf in leaves.items() if leaf.grad is not None and not leaf.grad.isfinite().all()]
+        if missing or broken:
+            raise RuntimeError(
+                f"{mode}: of {len(leaves)} tensors that need gradients, {len(missing)} have none and {len(broken)} "
+                f"have one that is not finite, e.g. {(missing + broken)[0]}"
+            )

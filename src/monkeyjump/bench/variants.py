@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.shapes import random_model
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 
 FLOOR = "floor"  # the frozen model: forward, and backward of the activations down to the input embeddings
 PEFT_LORA = "peft-lora"  # as PEFT makes it: adapters in fp32, which copies its input to fp32 beside a bf16 model
-PEFT_LORA_LOW = "peft-lora-low"  # its adapters in the model's dtype (autocast_adapter_dtype=False)
+PEFT_LORA_LOW = "peft-lora-low"  # PEFT's adapters in the model's dtype (autocast_adapter_dtype=False)
 BASELINES = (FLOOR, PEFT_LORA)
 TASKS = 4  # task ids of the rows, for methods that route by them
 BY_TASK = ("more", "mjlora_oracle")
 ATTENTION = "causal_sdpa"
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The model, the batch and what is matched between methods."""
-
-    shape: str = "qwen2-0.5b"
-    layers: int | None = None
-    batch: int = 8
-    tokens: int = 512
-    dtype: str = "bfloat16"
-    device: str = "cuda"
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    rank: int | None = None  # None: that of the preset (2; MoRE 4)
-    dropout: float = 0.05
-    seed: int = 0
-    overrides: dict[str, Any] = field(default_factory=dict)  # further settings of our methods
-
-    @staticmethod
-    def parse(plain: dict[str, Any]) -> Workload:
-        """From the JSON form, which knows no tuples."""
-        return Workload(**{**plain, "targets": tuple(plain["targets"])})
 
 
 @dataclass
-class Built:
+class BuiltVariant:
     """A model ready to train."""
 
     model: nn.Module  # what a user calls
@@ -58,7 +37,7 @@ class Built:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
-def variant_names(words: list[str], alone: bool = False) -> list[str]:
+def variant_names(words: Sequence[str], alone: bool = False) -> list[str]:
     """The variants asked for, the baselines first; `all` is every method of the comparison."""
     from monkeyjump import methods
 
@@ -66,38 +45,41 @@ def variant_names(words: list[str], alone: bool = False) -> list[str]:
     for word in words:
         asked += methods.COMPARED if word == "all" else [word]
     known = [*BASELINES, PEFT_LORA_LOW, *methods.names()]
-    unknown = [name for name in asked if name not in known]
-    if unknown:
-        raise ConfigError(
-            [
-                f"methods={name!r} is not known.{did_you_mean(name, known)} Known: all, {', '.join(known)}."
-                for name in unknown
-            ]
-        )
+    problems = [
+        f"methods={name!r} is not known.{did_you_mean(name, known)} Known: all, {', '.join(known)}."
+        for name in asked
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
     return list(dict.fromkeys(asked))
 
 
-def plain_model(workload: Workload) -> Any:
+def plain_model(workload: Settings) -> Any:
     """The random model of a workload, the same weights for every variant."""
     torch.manual_seed(workload.seed)
     return random_model(workload.shape, workload.device, getattr(torch, workload.dtype), workload.layers)
 
 
-def build(method: str, workload: Workload, model: Any = None) -> Built:
+def random_ids(model: Any, workload: Settings, generator: torch.Generator) -> torch.Tensor:
+    """A batch of token ids [B, T]."""
+    shape = (workload.batch, workload.tokens)
+    return torch.randint(model.config.vocab_size, shape, generator=generator, device=workload.device)
+
+
+def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     """A variant on its random model (or on `model`), in training mode, its adapters off their start."""
     base = plain_model(workload) if model is None else model
-    decoder = base.get_submodule("model")
-    if method == FLOOR:
-        base.train()
-        return Built(base, base, decoder, None, None)
-    adapted = _with_peft_lora(method, base, workload) if method in (PEFT_LORA, PEFT_LORA_LOW) else None
-    context = None
-    if adapted is None:
+    adapted, context, task_ids = base, None, None
+    if method in (PEFT_LORA, PEFT_LORA_LOW):
+        adapted = _with_peft_lora(method, base, workload)
+    elif method != FLOOR:
         adapted, context = _with_ours(method, base, workload)
     _leave_start(adapted)
     adapted.train()
-    task_ids = torch.arange(workload.batch, device=workload.device) % TASKS if method in BY_TASK else None
-    return Built(adapted, base, decoder, context, task_ids)
+    if method in BY_TASK:
+        task_ids = torch.arange(workload.batch, device=workload.device) % TASKS
+    return BuiltVariant(adapted, base, base.get_submodule("model"), context, task_ids)
 
 
 def skip_masks(model: Any) -> None:
@@ -114,7 +96,7 @@ def skip_masks(model: Any) -> None:
     model.config._attn_implementation = ATTENTION
 
 
-def _with_peft_lora(method: str, base: Any, workload: Workload) -> Any:
+def _with_peft_lora(method: str, base: Any, workload: Settings) -> Any:
     from peft import LoraConfig, get_peft_model
 
     rank = workload.rank or 2
@@ -129,7 +111,7 @@ def _with_peft_lora(method: str, base: Any, workload: Workload) -> Any:
     return get_peft_model(base, config, autocast_adapter_dtype=method == PEFT_LORA)
 
 
-def method_config(method: str, workload: Workload) -> Any:
+def method_config(method: str, workload: Settings) -> Any:
     from monkeyjump import methods
 
     settings: dict[str, Any] = {"target_modules": list(workload.targets), "dropout": workload.dropout}
@@ -140,13 +122,11 @@ def method_config(method: str, workload: Workload) -> Any:
     return methods.build(method, "mj_paper", **{**settings, **workload.overrides})
 
 
-def _with_ours(method: str, base: Any, workload: Workload) -> tuple[Any, Any]:
+def _with_ours(method: str, base: Any, workload: Settings) -> tuple[Any, Any]:
     from peft import get_peft_model
 
     from monkeyjump.tuner.model import require_context
-    from monkeyjump.tuner.register import register
 
-    register()
     adapted = get_peft_model(base, method_config(method, workload))
     return adapted, require_context(adapted)
 

@@ -22,10 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.tuner.register import register
-
-    register()
-    from monkeyjump.cli.console import console
+    from monkeyjump.errors import ConfigError
     from monkeyjump.experiments.compare import compare
     from monkeyjump.experiments.tables import comparison_tables, save_comparison
     from monkeyjump.training.recipe import load_recipe
@@ -34,7 +31,10 @@ def run(options: argparse.Namespace) -> int:
     overrides += [f"data.folder={options.data}"] if options.data else []
     overrides += [f"tasks={options.tasks}"] if options.tasks else []
     recipe = load_recipe(options.recipe, overrides)
-    lrs = [float(word) for word in options.lrs.split(",")] if options.lrs else [recipe.train.lr]
+    try:
+        lrs = [float(word) for word in options.lrs.split(",")] if options.lrs else [recipe.train.lr]
+    except ValueError:
+        raise ConfigError(f"--lrs {options.lrs} must be numbers with commas between them, e.g. 1e-4,3e-4.") from None
     output = Path(options.output or f"runs/compare-{recipe.name}")
     try:
         comparison = compare(
@@ -48,9 +48,8 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; finished runs are kept in {output}. The same command goes on where this one stopped.")
         return 130
-    screen = console()
     for table in comparison_tables(comparison):
-        screen.print(table)
+        table.show()
     for path in save_comparison(comparison, output):
         print(f"saved       {path}")
     return 0

@@ -23,14 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.tuner.register import register
-
-    register()
     import torch
 
-    from monkeyjump.cli.console import console
     from monkeyjump.evaluation.run import evaluate, load_adapter
     from monkeyjump.models import load_model
+    from monkeyjump.record import writable_folder
     from monkeyjump.training.run import saved_recipe
 
     device = "cuda" if torch.cuda.is_available() else None
@@ -41,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
         model, tokenizer = load_adapter(options.adapter, base=options.base, device=device)
     if options.harness:
         return _harness(model, tokenizer, options)
+    stem = options.output or ("evaluation" if options.base_only else str(Path(options.adapter).parent / "evaluation"))
+    writable_folder(Path(stem).parent, "--output")
     tasks = options.tasks or (recipe.tasks if recipe else "builtin")
     answer = options.answer or (recipe.data.answer if recipe else None)
     report = evaluate(
@@ -55,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
         batch_tokens=options.batch_tokens,
         max_length=recipe.data.max_length if recipe else 1024,
     )
-    console().print(report.table())
-    stem = options.output or ("evaluation" if options.base_only else str(Path(options.adapter).parent / "evaluation"))
+    report.table().show()
     for path in report.save(stem).values():
         print(f"saved       {path}")
     return 0

@@ -23,11 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     import monkeyjump as mj
     from monkeyjump.bench.shapes import empty_model
-    from monkeyjump.cli.console import console, table
     from monkeyjump.errors import ConfigError
-    from monkeyjump.tuner.register import register
+    from monkeyjump.tables import Table
 
-    register()
     if options.about:
         if options.about not in mj.methods.names():
             mj.methods.build(options.about)  # says which names there are
@@ -46,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
                 rows.append([name, "-", "-", "-"])
                 problems.setdefault(str(error), []).append(name)
         title = f"{options.model}, preset {preset}"
-        console().print(table(title, ["method", "trainable", "of them router", "buffers"], rows, right=[1, 2, 3]))
+        Table(title, ["method", "trainable", "of them router", "buffers"], rows).show()
         for problem, about in problems.items():
             print(textwrap.fill(f"{', '.join(about)}: {problem}", width=80))
     print("Buffers (centres, statistics, frozen factors) are kept and saved, not trained.")

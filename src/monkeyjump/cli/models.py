@@ -10,8 +10,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.cli.console import console, table
     from monkeyjump.models import DEFAULT_MODEL, list_models, resolve
+    from monkeyjump.tables import Table
 
     if options.fetch:
         resolve(DEFAULT_MODEL)
@@ -19,6 +19,6 @@ def run(options: argparse.Namespace) -> int:
         [model.name, model.kind, model.state, "" if model.size is None else f"{model.size / 2**20:,.0f} MiB"]
         for model in list_models()
     ]
-    console().print(table("Models", ["name", "kind", "state", "size"], rows, right=[3]))
+    Table("Models", ["name", "kind", "state", "size"], rows, left=3).show()
     print("Any Hugging Face id, local folder or GGUF file works too.")
     return 0

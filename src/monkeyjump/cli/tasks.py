@@ -10,11 +10,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.cli.console import console, table
+    from monkeyjump.tables import Table
     from monkeyjump.tasks import describe, groups
 
     rows = [[task.name, task.family, task.metric, task.state, task.description] for task in describe(options.data)]
-    console().print(table("Tasks", ["name", "family", "metric", "data", "what it asks"], rows))
+    Table("Tasks", ["name", "family", "metric", "data", "what it asks"], rows, left=5).show()
     print("groups: " + ", ".join(groups()))
     print("A YAML file of your own works wherever a task name does.")
     return 0

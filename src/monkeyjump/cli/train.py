@@ -17,11 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.tuner.register import register
-
-    register()
     from monkeyjump.analysis.plots import plot_usage
-    from monkeyjump.cli.console import console
     from monkeyjump.experiments.measure import measure_usage
     from monkeyjump.record import RunRecord, write_record
     from monkeyjump.training.recipe import load_recipe
@@ -49,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
     result.report.save(folder / "evaluation")
     record.metrics = metrics
     write_record(record, folder / "record.json")
-    screen = console()
-    screen.print(result.report.table())
+    result.report.table().show()
     print(f"{recipe.method}: {result.parameters}")
     print(f"adapter     {folder / 'adapter'}")
     print(f"report      {folder / 'evaluation.html'} (also .json, .csv)")

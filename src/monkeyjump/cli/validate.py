@@ -11,12 +11,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump import methods
     from monkeyjump.tasks import expand
     from monkeyjump.training.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
     tasks = expand(recipe.tasks)
+    from monkeyjump import methods  # only now: it brings torch, which no mistake in the recipe has to wait for
+
     config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
     print(f"recipe {options.recipe!r} is valid: {recipe.method} ({config.adapter}, rank {config.r}) on {recipe.model},")
     print(f"{len(tasks)} tasks: {', '.join(task.name for task in tasks)}; results go to {recipe.folder}")

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.tuner.call import Generation, belonging_to
 from monkeyjump.tuner.model import find_context
 
 _FLOATS_AT_ONCE = 2**25  # logits converted to float32 in one piece: 128 MiB
@@ -34,6 +35,7 @@ class Prefix:
     mask: torch.Tensor  # [B, P]
     lengths: torch.Tensor  # [B]
     extras: dict[str, torch.Tensor]
+    generation: Generation  # the answers belong to these prompts
 
 
 class AnswerReader:
@@ -55,14 +57,16 @@ class AnswerReader:
         lengths = mask.sum(1)
         if self.routed:  # a Monkey Jump model takes these out before the model sees them
             extras["task_ids"] = torch.tensor(list(task_ids), device=self.device)
-        output = self._call(ids, mask, (mask.cumsum(1) - 1).clamp_min(0), keep=1, cache=None, extras=extras)
+        generation = Generation(ids.shape[1])
+        with belonging_to(generation):
+            output = self._call(ids, mask, (mask.cumsum(1) - 1).clamp_min(0), keep=1, cache=None, extras=extras)
         if getattr(output, "past_key_values", None) is None:
             raise ConfigError(
                 f"{type(self.model).__name__} returns no KV cache, which evaluation shares between the answers: "
                 "evaluate a decoder-only model.",
                 title="model cannot be evaluated",
             )
-        return Prefix(output.logits[:, -1].float(), output.past_key_values, mask, lengths, extras)
+        return Prefix(output.logits[:, -1].float(), output.past_key_values, mask, lengths, extras, generation)
 
     def extend(self, prefix: Prefix, answers: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits [B * N, L, V] after each token of N answers per prompt, prompt by prompt. Uses the prefix up."""
@@ -75,7 +79,8 @@ class AnswerReader:
         lengths = prefix.lengths.repeat_interleave(repeats)
         positions = lengths.unsqueeze(1) + torch.arange(ids.shape[1], device=self.device)
         extras = {name: value.repeat_interleave(repeats) for name, value in prefix.extras.items()}
-        return self._call(ids, whole, positions, keep=ids.shape[1], cache=prefix.cache, extras=extras).logits
+        with belonging_to(prefix.generation):
+            return self._call(ids, whole, positions, keep=ids.shape[1], cache=prefix.cache, extras=extras).logits
 
     def greedy(self, prefix: Prefix, max_new_tokens: int, end_ids: set[int]) -> list[list[int]]:
         """The most likely next token, again and again, up to an end token (not returned). Uses the prefix up."""
@@ -93,7 +98,8 @@ class AnswerReader:
                 break
             mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
             positions = (prefix.lengths + step).unsqueeze(1)
-            output = self._call(chosen.unsqueeze(1), mask, positions, 1, prefix.cache, prefix.extras)
+            with belonging_to(prefix.generation):
+                output = self._call(chosen.unsqueeze(1), mask, positions, 1, prefix.cache, prefix.extras)
             logits = output.logits[:, -1].float()
         return found
 

@@ -5,8 +5,6 @@ Scores are fractions (accuracy, exact match) and correlations; the table and the
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,6 +17,7 @@ import numpy as np
 from monkeyjump.evaluation.metrics import Floats, Interval, percentile_interval
 from monkeyjump.evaluation.score import Prediction
 from monkeyjump.record import jsonable, write_atomic
+from monkeyjump.tables import Bold, Table, csv_text
 
 _WIDTH = 80  # of the table; names too long for it are cut there, nowhere else
 _SHORT = {"accuracy": "acc", "spearman": "rho", "exact_match": "exact"}
@@ -136,16 +135,14 @@ class EvaluationReport:
     def to_csv(self) -> str:
         plain = ["kind", "task", "family", "metric", "mode", "n"]
         names = [f"{m}{end}" for m in _MEASURES for end in ("", "_low", "_high")]
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow([*plain, *names, "dropped", "truncated"])
+        lines: list[Any] = [[*plain, *names, "dropped", "truncated"]]
         for row in self.ordered():
             values: list[Any] = [getattr(row, name) for name in plain]
             for measure in _MEASURES:
                 interval = getattr(row, f"{measure}_interval")
                 values += [getattr(row, measure), *((interval.low, interval.high) if interval else (None, None))]
-            writer.writerow(["" if v is None else v for v in map(jsonable, [*values, row.dropped, row.truncated])])
-        return out.getvalue()
+            lines.append(jsonable([*values, row.dropped, row.truncated]))
+        return csv_text(lines)
 
     def to_html(self) -> str:
         """One self-contained page."""
@@ -166,20 +163,15 @@ class EvaluationReport:
         texts["predictions.jsonl"] = "".join(f"{line}\n" for line in lines)
         return {ending: write_atomic(stem.parent / f"{stem.name}.{ending}", text) for ending, text in texts.items()}
 
-    def table(self) -> Any:
-        """A rich table, readable at 80 columns, with or without colour."""
-        from rich import box
-        from rich.table import Table
-
+    def table(self) -> Table:
+        """The table that fits 80 columns, its means in bold."""
         header, lines = table_cells(self)
-        table = Table(title=self.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        table.show_edge, table.pad_edge, table.padding = False, False, (0, 0, 0, 1)  # two columns apart, none lost
-        for position, column in enumerate(header):
-            left = position < 2
-            table.add_column(column, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
-        for row, line in zip(self.ordered(), lines, strict=True):
-            table.add_row(*line, style=None if row.kind == "task" else "bold", end_section=row.kind == "family")
-        return table
+        rows = self.ordered()
+        shown = [
+            line if row.kind == "task" else [Bold(cell) for cell in line] for row, line in zip(rows, lines, strict=True)
+        ]
+        ends = [index for index, row in enumerate(rows) if row.kind == "family"]
+        return Table(self.title, header, shown, left=2, section_ends=ends)
 
     @property
     def title(self) -> str:
@@ -201,15 +193,7 @@ class EvaluationReport:
 
     def __str__(self) -> str:
         """The table as plain text, for pipes and machines without rich."""
-        header, lines = table_cells(self)
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        align = [str.ljust if position < 2 else str.rjust for position in range(len(header))]
-
-        def line(cells: Sequence[str]) -> str:
-            return "  ".join(put(cell, w) for put, cell, w in zip(align, cells, widths, strict=True)).rstrip()
-
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([self.title, line(header), rule, *map(line, lines), *self.notes()])
+        return "\n".join([str(self.table()), *self.notes()])
 
 
 def table_cells(report: EvaluationReport) -> tuple[list[str], list[list[str]]]:

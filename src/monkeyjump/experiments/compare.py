@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import PairedDifference, paired_difference
 from monkeyjump.evaluation.run import EvaluationReport, load_adapter
 from monkeyjump.experiments.measure import measure_usage
-from monkeyjump.record import RunRecord, read_record, recording, write_record
+from monkeyjump.record import RunRecord, read_record, recording, writable_folder, write_record
 from monkeyjump.tasks import expand
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.run import run, score_on_test
@@ -51,7 +52,10 @@ class Comparison:
     def best_lr(self, method: str) -> float:
         tried = [cell for cell in self.searched if cell.method == method]
         stable = [cell for cell in tried if cell.metrics.get("diverged_at") is None] or tried
-        return max(stable, key=lambda cell: cell.metrics["validation"]).lr if tried else self.lrs[method][0]
+        if not tried:
+            return self.lrs[method][0]
+        scores = [-math.inf if (score := cell.metrics["validation"]) is None else score for cell in stable]
+        return stable[scores.index(max(scores))].lr
 
     def values(self, method: str, task: str) -> list[float]:
         """Test metric by seed, in the order of the seeds."""
@@ -96,10 +100,11 @@ def compare(
 ) -> Comparison:
     """Run whatever of the grid is not there yet, then put it together."""
     chosen = with_controls(methods) if controls else list(dict.fromkeys(methods))
-    for method in chosen:
-        presets.build(method, recipe.preset, **recipe.adapter)  # every bad name or setting before the first run
+    for method, settings in presets.overrides_of_each(chosen, recipe.preset, recipe.adapter).items():
+        presets.build(method, recipe.preset, **settings)  # every bad name or setting before the first run
     if not seeds or not lrs:
         raise ConfigError("compare needs at least one seed and one learning rate.")
+    writable_folder(output, "output")
     comparison = Comparison(recipe, chosen, list(seeds), {method: list(lrs) for method in chosen})
     for method in chosen:
         if len(lrs) > 1:
@@ -122,7 +127,8 @@ def _cell(comparison: Comparison, output: Path, method: str, lr: float, seed: in
     recipe = _cell_recipe(comparison, output, method, lr, seed)
     path = recipe.folder / CELL
     done = _finished(path, recipe, test)
-    if done is None and test and (searched := _finished(path, recipe, test=False)) is not None:
+    searched = _finished(path, recipe, test=False) if done is None and test else None
+    if searched is not None and searched.metrics.get("diverged_at") is None:  # one that diverged cannot be loaded
         done = _tested(recipe, searched)
         write_record(done, path)
     elif done is None:
@@ -137,6 +143,8 @@ def _cell_recipe(comparison: Comparison, output: Path, method: str, lr: float, s
     settings.update(method=method, seed=seed, name=f"{method}-{lr:g}-{seed}")
     settings["output"] = str(output / "cells" / method / f"lr-{lr:g}" / f"seed-{seed}")
     settings["train"]["lr"] = lr
+    own = presets.overrides_of_each(comparison.methods, comparison.recipe.preset, settings["adapter"])
+    settings["adapter"] = own[method]
     if method.endswith("_uniform") and "uniform_gate" not in settings["adapter"]:
         settings["adapter"] |= _matched_gate(comparison, method.removesuffix("_uniform"))
     return recipe_from(settings)

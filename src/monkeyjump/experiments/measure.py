@@ -19,7 +19,7 @@ def measure_usage(
 ) -> ExpertUsage | None:
     """Where the tokens of up to `rows` test rows of each task go; None for a model that does not route."""
     context = find_context(model)
-    if context is None or not any(group.active() for group in context.groups.values()):
+    if context is None or not any(blocks.active() for blocks in context.lists.values()):
         return None
     data = recipe.data
     ids = {task.name: index for index, task in enumerate(tasks)}

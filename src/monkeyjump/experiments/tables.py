@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from monkeyjump.experiments.compare import Comparison
-from monkeyjump.record import RunRecord, write_record
+from monkeyjump.record import RunRecord, write_atomic, write_record
+from monkeyjump.tables import Bold, Table, csv_text
+
+SIDE_BY_SIDE = 4  # methods that fit beside the task names on 80 columns
 
 
 def spread(values: list[float]) -> float:
@@ -26,11 +28,55 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, dict[str, list[fl
     return rows
 
 
-def comparison_tables(comparison: Comparison) -> list[Any]:
-    """Metrics with the best in bold, costs, and differences paired by seed."""
-    from monkeyjump.experiments.rich_tables import costs_table, differences_table, metrics_tables
+def comparison_tables(comparison: Comparison) -> list[Table]:
+    """The metrics with the best method of each task in bold, the costs, and the differences paired by seed."""
+    methods = comparison.methods
+    groups = [methods[start : start + SIDE_BY_SIDE] for start in range(0, len(methods), SIDE_BY_SIDE)]
+    metrics = [_metrics_table(comparison, group) for group in groups]
+    return [*metrics, _costs_table(comparison), _differences_table(comparison)]
 
-    return [*metrics_tables(comparison), costs_table(comparison), differences_table(comparison)]
+
+def _metrics_table(comparison: Comparison, methods: list[str]) -> Table:
+    rows = []
+    for label, values in comparison_rows(comparison):
+        best = max(fmean(values[m]) for m in comparison.methods)
+        cells = []
+        for method in methods:
+            mean = fmean(values[method])
+            text = f"{100 * mean:.1f} ±{100 * spread(values[method]):.1f}"
+            cells.append(Bold(text) if mean == best else text)
+        rows.append([label, *cells])
+    title = f"Test metric x 100, mean ± sd over {len(comparison.seeds)} seeds; best in bold"
+    return Table(title, ["task", *methods], rows)
+
+
+def _costs_table(comparison: Comparison) -> Table:
+    rows = []
+    for method in comparison.methods:
+        cost = costs(comparison, method)
+        memory, gate = cost["peak_memory_bytes"], cost["mean_gate"]
+        rows.append(
+            [
+                method,
+                f"{cost['lr']:g}",
+                f"{cost['trainable']:,}",
+                f"{cost['router']:,}",
+                "" if gate is None else f"{gate:.3f}",
+                "" if memory is None else f"{memory / 2**30:.2f} GiB",
+                f"{cost['steps_per_second']:.2f}",
+            ]
+        )
+    return Table("Cost", ["method", "lr", "trainable", "router", "mean gate", "peak memory", "steps/s"], rows)
+
+
+def _differences_table(comparison: Comparison) -> Table:
+    reference = comparison.methods[0]
+    rows = []
+    for method, found in comparison.differences(reference).items():
+        numbers = (f"{100 * found.standard_error:.2f}", f"{found.p_value:.2f}") if found.n > 1 else ("", "")
+        rows.append([method, f"{100 * found.mean:+.2f}", *numbers])
+    title = f"Difference to {reference} in the mean of all tasks, paired by seed"
+    return Table(title, ["method", "points", "s.e.", "p"], rows)
 
 
 def costs(comparison: Comparison, method: str) -> dict[str, Any]:
@@ -71,13 +117,8 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
             },
         },
     )
-    path = output / "compare.json"
-    write_record(record, path)
-    table = output / "compare.csv"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["task", *(f"{m} {what}" for m in comparison.methods for what in ("mean", "sd"))])
-        for label, values in rows:
-            cells = [f"{100 * x:.2f}" for m in comparison.methods for x in (fmean(values[m]), spread(values[m]))]
-            writer.writerow([label, *cells])
-    return [path, table]
+    lines = [["task", *(f"{m} {what}" for m in comparison.methods for what in ("mean", "sd"))]]
+    for label, values in rows:
+        numbers = [f"{100 * x:.2f}" for m in comparison.methods for x in (fmean(values[m]), spread(values[m]))]
+        lines.append([label, *numbers])
+    return [write_record(record, output / "compare.json"), write_atomic(output / "compare.csv", csv_text(lines))]

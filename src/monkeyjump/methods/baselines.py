@@ -17,14 +17,8 @@ FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 
 def _mixture(adapter: str = "lora") -> dict[str, Any]:
     """Four experts on each projection under a softmax router of its own, top-2."""
-    return {
-        "adapter": adapter,
-        "placement": "projection",
-        "router": "linear",
-        "experts": 4,
-        "top_k": 2,
-        "target_modules": list(PAPER_TARGETS),
-    }
+    kind = {"adapter": adapter, "placement": "projection", "router": "linear"}
+    return {**kind, "experts": 4, "top_k": 2, "target_modules": list(PAPER_TARGETS)}
 
 
 def moelora(protocol: str) -> dict[str, Any]:
@@ -74,25 +68,11 @@ def moa(protocol: str) -> dict[str, Any]:
     alone: `extra_experts=[]`. Sparse: `threshold=0.5`; as published the threshold never learns (`threshold_grad`).
     `mj_paper`: LoRA on the shared targets and a linear router; soft gates have no top-k to match.
     """
-    settings = {
-        "adapter": "lora",
-        "router": "sigmoid",
-        "router_init": "kaiming",
-        "top_k": None,
-        "target_modules": list(PAPER_TARGETS),
-    }
+    settings = {"adapter": "lora", "router": "sigmoid", "router_init": "kaiming", "top_k": None}
     if protocol == "mj_paper":
-        return settings
-    targets = [*ATTENTION, "down_proj"]
-    extras = ["parallel", "prompt"]
-    return {
-        **settings,
-        "router_hidden": "swiglu",
-        "extra_experts": extras,
-        "target_modules": targets,
-        "r": 8,
-        "alpha": 8.0,
-    }
+        return {**settings, "target_modules": list(PAPER_TARGETS)}
+    published = {"router_hidden": "swiglu", "extra_experts": ["parallel", "prompt"], "r": 8, "alpha": 8.0}
+    return {**settings, **published, "target_modules": [*ATTENTION, "down_proj"]}
 
 
 def moe_lora_fa(protocol: str) -> dict[str, Any]:

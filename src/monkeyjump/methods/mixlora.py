@@ -34,16 +34,8 @@ def mixlora(protocol: str, layout: str | None = None) -> dict[str, Any]:
             f"layout={layout!r} is not known: choose 'ffn' (whole feed-forwards as experts, as published) or "
             "'projection' (experts on every listed projection)."
         )
-    settings: dict[str, Any] = {
-        "adapter": "lora",
-        "placement": layout,
-        "router": "linear",
-        "router_init": "normal",
-        "top_k": 2,
-        "renormalize": True,
-        "aux_loss_weight": 0.001,
-        "lb_norm": "mixtral",
-    }
+    settings: dict[str, Any] = {"adapter": "lora", "placement": layout, "router": "linear", "top_k": 2}
+    settings.update(router_init="normal", renormalize=True, aux_loss_weight=0.001, lb_norm="mixtral")
     if protocol == "mj_paper":
         return {**settings, "target_modules": list(PAPER_TARGETS), "experts": 4}
     return {**settings, "target_modules": list(TARGETS), "experts": 8, "r": 16, "alpha": 32.0, "dropout": 0.05}

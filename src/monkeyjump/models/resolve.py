@@ -65,6 +65,11 @@ def resolve(name: str = DEFAULT_MODEL, revision: str | None = None) -> ResolvedM
     return _from_hub(name, revision)
 
 
+def published_name(name: str) -> str:
+    """The name by which a model is found on any machine: of a bundled one its id on the hub, else the given name."""
+    return BUNDLED[name].hub_id if name in BUNDLED else name
+
+
 def _is_moved_cache(path: Path) -> bool:
     """`.../models/smollm2-135m`: the path an adapter made on another machine remembers as its base model."""
     return path.name in BUNDLED and path.parent.name == "models"
@@ -101,6 +106,9 @@ def _from_hub(name: str, revision: str | None) -> ResolvedModel:
         return ResolvedModel(name, "hub", name, revision=revision)
     if cached_snapshot(name, revision) is not None:
         return ResolvedModel(name, "hub", name, local_files_only=True, revision=revision)
+    for bundled in BUNDLED.values():
+        if name == bundled.hub_id and revision is None:  # the package index has it too
+            return resolve(bundled.name)
     raise _problem(
         f"model {name!r} is not a local path and not in the Hugging Face cache, and the hub cannot be used "
         f"({why_unreachable()}).{did_you_mean(name, list(BUNDLED))} "

@@ -1,7 +1,7 @@
-"""Torch or Triton: the one place that decides, and the switch for those who know better.
+"""Decides whether torch or Triton computes, and has the switch for users who know better.
 
-`MONKEYJUMP_OPS=torch|triton|auto`, or `with implementation("torch"): ...` around the calls, which wins. `auto` takes
-the kernels on a CUDA device.
+The switch is `MONKEYJUMP_OPS=torch|triton|auto`, or `with implementation("torch"): ...` around the calls, which wins.
+`auto` takes the kernels on a CUDA device.
 """
 
 from __future__ import annotations

@@ -1,169 +1,197 @@
-"""The gated low-rank update as differentiable ops over the Triton kernels, in eager mode and under torch.compile.
+"""Gated low-rank updates of projections that read one input, with their frozen products, as one differentiable op.
 
-    z_m = dropout(x) A_m^T              down, for all projections m that read x
-    y = base + (z * s) B^T              up, with s = scale * diagonal * gate
+    y_m = x W_m^T + b_m + (dropout(x) A_m^T * s_m) B_m^T,   s = scale * diagonal * gate
 
-In eager mode the kernels are launched directly from autograd functions, without the host time of a registered op. Under
-torch.compile the same functions are traced and the kernels are registered ops, each of which the compiler sees as one
-node. Compiled inference is written out instead (`written_out`).
+`grouped_lora` computes projections whose frozen linears are plain. `gated_lora` adds the update of one projection to an
+output that was computed elsewhere (a quantised, sharded or hooked linear).
 
-Shapes: N tokens, D and O input and output width, R rank, C columns of B, G gates of a token; `...`: any leading shape.
+In eager mode on small models the host is slower than the GPU: what counts is the number of launches and of autograd
+nodes. One node holds all projections of a group; its backward adds every contribution into one dx, where autograd
+would keep one tensor per projection and adapter and add them up. Where the weights lie side by side in memory, all
+frozen products are one product; of the gradients only narrow ones are put together, which costs a copy.
+
+The compiler makes no kernel of its own for any of it, so under torch.compile the same autograd function calls the same
+products as registered ops (`grouped_products`). The gradient is one op unless gates have one too, or experts share an
+A. Then it is two, and what lies between them (few numbers a token) is left to the compiler.
+
+Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B, G gates of a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from monkeyjump.ops import custom, written_out
-from monkeyjump.ops.kernels import few
-from monkeyjump.ops.kernels import lora as kernels
-from monkeyjump.ops.settings import (
-    Dropout,
-    Strengths,
-    Update,
+from monkeyjump.ops.grouped_products import DIRECT, REGISTERED, Places, Products, drawn_seed, strengths_of
+from monkeyjump.ops.lowrank import (
+    Frozen,
+    GateColumns,
+    Projection,
     gate_rows,
     new_seed,
     rank_gradients,
     rows_of,
     with_diagonal,
 )
+from monkeyjump.ops.registration import composed
+
+Tensor = torch.Tensor
 
 
-def down(
-    x: torch.Tensor, As: list[torch.Tensor], dropout: float, seed: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
-    """z of every A, [N, R] fp32 each, with one dropout mask for all, of this seed or a new: x [..., D], A [R, D]."""
-    seed = None if dropout == 0 else new_seed(x.device) if seed is None else seed
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return tuple(written_out.down(x.reshape(-1, x.shape[-1]), [A], Dropout.of(seed, dropout)) for A in As)
-    return _Down.apply(x, seed, dropout, *As)
-
-
-def up(
-    base: torch.Tensor,
-    z: torch.Tensor,
-    B: torch.Tensor,
+def grouped_lora(
+    x: Tensor,
+    projections: Sequence[Projection],
     scale: float,
-    gate: torch.Tensor | None = None,
-    diagonal: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """base [..., O] + (z * s) B^T for z [N, R], B [O, C], gate [..., G], or [B, 1, G] for whole sequences."""
-    every = 1
-    if gate is not None:
-        tokens = z.shape[0]
-        gate = gate_rows(gate)
-        every = tokens // gate.shape[0]
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        flat = base.reshape(-1, base.shape[-1])
-        return written_out.up(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
-    return _Up.apply(base, z, B, gate, diagonal, scale, every)
+    dropout: float,
+    seed: Tensor | None = None,
+    together: Frozen | None = None,
+    columns: GateColumns | None = None,
+    base: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """y of every projection for x [..., D]; all A of one shape, all gated or none; one mask, of this seed or a new one.
+
+    `together` are the weights of all as one, which is faster, and `columns` the gates, if they are one tensor. `base`
+    is the frozen output [..., O] of a single projection, where it has been computed already.
+    """
+    traced = torch.compiler.is_compiling()
+    if dropout == 0:
+        seed = None
+    elif seed is None:  # an op of its own draws it in a graph: the compiler takes two kernels for it
+        seed = drawn_seed(x) if traced else new_seed(x.device)
+    gates = [projection.gate for projection in projections if projection.gate is not None]
+    number, firsts = gates[0].shape[-1] if gates else 1, (0,) * len(projections)
+    if columns is not None:
+        gates, number, firsts = [columns.tensor], columns.number, columns.first_columns
+    gates = [gate_rows(gate) for gate in gates]
+    every = x.numel() // x.shape[-1] // gates[0].shape[0] if gates else 1
+    frozen = together or Frozen.of(projections)
+    As, Bs = [projection.A for projection in projections], [projection.B for projection in projections]
+    diagonals = [projection.diagonal for projection in projections if projection.diagonal is not None]
+    places, trained = [every, number, *firsts], any(A.requires_grad for A in As)
+    gated = any(gate.requires_grad for gate in gates)
+    if traced:
+        tensors = frozen.weights, frozen.biases, As, Bs, gates, diagonals
+        return tuple(grouped_lora_op(x, base, *tensors, seed, dropout, scale, places, trained, gated))
+    settings = dropout, scale, places, trained, gated, len(gates)
+    return _apply(x, base, seed, frozen, settings, DIRECT, *As, *Bs, *gates, *diagonals)
 
 
 def gated_lora(
-    base: torch.Tensor,
-    x: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
+    base: Tensor,
+    x: Tensor,
+    A: Tensor,
+    B: Tensor,
     scale: float,
-    gate: torch.Tensor | None = None,
-    diagonal: torch.Tensor | None = None,
+    gate: Tensor | None = None,
+    diagonal: Tensor | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
-    """base + (dropout(x) A^T * s) B^T: one projection by itself; in generation in one launch."""
-    if dropout == 0 and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        gate = None if gate is None else gate_rows(gate)
-        flat, out, y = rows_of(x), rows_of(base), torch.empty(base.shape, dtype=base.dtype, device=base.device)
-        every = 1 if gate is None else flat.shape[0] // gate.shape[0]
-        strengths = Strengths.single(scale, gate, diagonal, every)
-        few.down_up(flat, Update([A.contiguous()], [B.contiguous()], strengths), [out], [y.view(out.shape)])
-        return y
-    (z,) = down(x, [A], dropout)
-    return up(base, z, B, scale, gate, diagonal)
+    seed: Tensor | None = None,
+) -> Tensor:
+    """base + (dropout(x) A^T * s) B^T for base [..., O], x [..., D] and a gate [..., G], or [B, 1, G] for sequences."""
+    alone = [Projection(None, None, A, B, gate, diagonal)]
+    return grouped_lora(x, alone, scale, dropout, seed, Frozen([], []), base=base)[0]
 
 
-class _Down(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor | None, p: float, *As: torch.Tensor) -> Any:
-        trained = any(A.requires_grad for A in As)
-        flat, As = rows_of(x), tuple(A.contiguous() for A in As)
-        z = _down(flat, list(As), Dropout.of(seed, p))
-        ctx.save_for_backward(flat if trained else None, seed, *As)
-        ctx.p, ctx.shape, ctx.dtype = p, x.shape, x.dtype
-        return z.split(As[0].shape[0], 1) if len(As) > 1 else (z,)
+class _GroupedLora(torch.autograd.Function):
+    """The products and their gradients; what follows them are M of A, M of B, the gates and the diagonals."""
 
-    @staticmethod
-    def backward(ctx: Any, *dzs: torch.Tensor) -> Any:
-        flat, seed, *As = ctx.saved_tensors
-        dz = (dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)).contiguous()
-        dx, dA = _down_backward(flat, dz, As, Dropout.of(seed, ctx.p), ctx.dtype if ctx.needs_input_grad[0] else None)
-        dAs = (None,) * len(As) if dA is None else dA.split(As[0].shape[0])
-        return None if dx is None else dx.view(ctx.shape), None, None, *dAs
-
-
-class _Up(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        base: torch.Tensor,
-        z: torch.Tensor,
-        B: torch.Tensor,
-        gate: torch.Tensor | None,
-        diagonal: torch.Tensor | None,
-        scale: float,
-        every: int,
-    ) -> torch.Tensor:
-        flat, B = rows_of(base), B.contiguous()
-        ctx.save_for_backward(z, B, gate, diagonal)
-        ctx.scale, ctx.every = scale, every
-        return _up(flat, z, B, Strengths.single(scale, gate, diagonal, every)).view(base.shape)
+        x: Tensor,
+        base: Tensor | None,
+        seed: Tensor | None,
+        frozen: Frozen,
+        settings: tuple,
+        products: Products,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        p, scale, places, trained, gated, _ = settings
+        rows, own = rows_of(x), _apart(tensors, settings)
+        if base is not None:
+            base = rows_of(base)
+        *ys, z = products.forward(rows, base, frozen.weights, frozen.biases, *own, seed, p, scale, places, gated)
+        ctx.save_for_backward(rows if trained else None, seed, z, *tensors)
+        ctx.settings, ctx.weights, ctx.products, ctx.shape = settings, frozen.weights, products, x.shape
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        z, B, gate, diagonal = ctx.saved_tensors
-        strength = Strengths.single(ctx.scale, gate, diagonal, ctx.every)
-        flat = rows_of(dy)
-        simple = z.shape[1] == B.shape[1] and not ctx.needs_input_grad[3]
-        t, dB = _up_backward(flat, z, B, strength, simple)
-        dB, ddiagonal = with_diagonal(dB, B, diagonal)
-        dz, (dgate,) = (t, (None,)) if simple else rank_gradients(t, z, strength, ctx.needs_input_grad[3])
-        return dy, dz, dB, dgate, ddiagonal, None, None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, seed, z, *tensors = ctx.saved_tensors
+        p, scale, places, _, gated, _ = ctx.settings
+        products, weights, with_dx = ctx.products, ctx.weights, ctx.needs_input_grad[0]
+        As, Bs, gates, diagonals = _apart(tensors, ctx.settings)
+        dys = [rows_of(grad) for grad in grads]
+        dgates: list[Any] = [None] * len(gates)
+        if not gated and Bs[0].shape[1] == As[0].shape[0]:
+            dx, sums = products.backward(
+                dys, x, z, weights, As, Bs, gates, diagonals, seed, p, scale, places, with_dx
+            )  # fmt: skip
+        else:
+            t, partial = products.up_backward(dys, z, Bs, gates, diagonals, scale, places)
+            dz, by_projection = rank_gradients(t, z, strengths_of(scale, gates, diagonals, places), gated)
+            dgates = _of_tensors(by_projection, gates, places) if gated else dgates
+            dx, sums = products.down_backward(dys, x, dz, partial, weights, As, seed, p, with_dx)
+        found = _split_like(sums, Bs if x is None else [*Bs, *As])
+        dBs, dAs, ddiagonals = found[: len(Bs)], found[len(Bs) :] or [None] * len(As), []
+        if diagonals:
+            pairs = [with_diagonal(*given) for given in zip(dBs, Bs, diagonals, strict=True)]
+            dBs, ddiagonals = [dB for dB, _ in pairs], [ddiagonal for _, ddiagonal in pairs]
+        own = (*dAs, *dBs, *dgates, *ddiagonals)
+        dbase = grads[0] if ctx.needs_input_grad[1] else None
+        return dx.view(ctx.shape) if with_dx else None, dbase, None, None, None, None, *own
 
 
-def _down(x: torch.Tensor, As: list[torch.Tensor], dropout: Dropout | None) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return custom.lora_down(x, As, *custom.plain(dropout))
-    return kernels.down(x, As, dropout)
+# Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
+_apply = super(torch.autograd.Function, _GroupedLora).apply
 
 
-def _down_backward(
-    x: torch.Tensor | None,
-    dz: torch.Tensor,
-    As: list[torch.Tensor],
-    dropout: Dropout | None,
-    dx_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dx, None without a dtype; dA, None without x)."""
-    if not torch.compiler.is_compiling():
-        return kernels.down_backward_alone(x, dz, As, dropout, dx_dtype)
-    dx = None if dx_dtype is None else custom.lora_down_input(dz, As, *custom.plain(dropout), dx_dtype)
-    return dx, None if x is None else custom.lora_down_backward(x, dz, *custom.plain(dropout))
+@composed("grouped_lora_products")
+def grouped_lora_op(
+    x: Tensor,
+    base: Tensor | None,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    As: list[Tensor],
+    Bs: list[Tensor],
+    gates: list[Tensor],
+    diagonals: list[Tensor],
+    seed: Tensor | None,
+    p: float,
+    scale: float,
+    places: Places,
+    trained: bool,
+    gated: bool,
+) -> list[Tensor]:
+    """M of y [..., O]; `trained`: A has a gradient; `gated`: the gates have one."""
+    settings = p, scale, places, trained, gated, len(gates)
+    own = (*As, *Bs, *gates, *diagonals)
+    return list(_GroupedLora.apply(x, base, seed, Frozen(weights, biases), settings, REGISTERED, *own))
 
 
-def _up(base: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return custom.lora_up(base, z, B, strengths.gates[0], strengths.diagonals[0], strengths.scale, strengths.every)
-    y = torch.empty_like(base)
-    kernels.up([base], z, [B], strengths, [y])
-    return y
+def _apart(tensors: Sequence[Tensor], settings: tuple) -> tuple[list[Any], ...]:
+    """(As, Bs, gates, diagonals) of the tensors that follow the settings."""
+    M, G, found = len(settings[2]) - 2, settings[-1], list(tensors)
+    return found[:M], found[M : 2 * M], found[2 * M : 2 * M + G], found[2 * M + G :]
 
 
-def _up_backward(
-    dy: torch.Tensor, z: torch.Tensor, B: torch.Tensor, strengths: Strengths, times_s: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(t, dB for a diagonal of ones)."""
-    if not torch.compiler.is_compiling():
-        return kernels.up_backward_alone(dy, z, B, strengths, times_s)
-    gate, diagonal = strengths.gates[0], strengths.diagonals[0]
-    return custom.lora_up_backward(dy, z, B, gate, diagonal, strengths.scale, strengths.every, times_s)
+def _of_tensors(dgates: list[Any], gates: list[Tensor], places: Places) -> list[Any]:
+    """The gradients of the projections' columns as gradients of the tensors they are columns of."""
+    _, number, *firsts = places
+    if len(gates) == len(dgates) and number == gates[0].shape[1]:
+        return dgates
+    if firsts == [number * m for m in range(len(firsts))] and number * len(firsts) == gates[0].shape[1]:
+        return [torch.cat(dgates, 1)]
+    gradient = torch.zeros_like(gates[0])
+    for first, dgate in zip(firsts, dgates, strict=True):
+        gradient[:, first : first + number] += dgate
+    return [gradient]
+
+
+def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Any]:
+    """Consecutive parts of a vector in the shapes of the tensors."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""What is kept in fp32 whatever the model is cast to."""
+"""Parameters that stay in fp32 whatever the model is cast to, and products with them."""
 
 from __future__ import annotations
 

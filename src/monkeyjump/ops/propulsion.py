@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from monkeyjump.ops.kernels import scale as kernels
-from monkeyjump.ops.settings import gate_rows, rows_of
+from monkeyjump.ops.kernels import propulsion as kernels
+from monkeyjump.ops.lowrank import gate_rows, rows_of
 
 
 def scaled(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None) -> torch.Tensor:

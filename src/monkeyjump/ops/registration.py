@@ -1,4 +1,4 @@
-"""Registering the ops that torch.compile sees, so that a call costs the host little.
+"""Registers the ops that torch.compile sees, so that a call costs the host little.
 
 `torch.library.custom_op` puts Python around every call, for what a compiled graph has no use for: a gradient formula
 that was taken apart when the graph was traced, a search for outputs that are inputs, a switch between implementations.
@@ -63,7 +63,7 @@ def _defined(
 
 
 def _counting_writes(op: torch._ops.OpOverload, function: Function) -> Function:
-    """The function, after which autograd knows that what it kept of the written tensors is gone."""
+    """The function, which afterwards tells autograd that the tensors it has written hold other values."""
     arguments = op._schema.arguments
     places = [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
 

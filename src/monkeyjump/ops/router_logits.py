@@ -1,8 +1,8 @@
 """The logits of learned routers: x W^T in fp32 for an x of lower precision, without a wide copy of x.
 
 The kernels multiply x with both bf16 halves of W, and the gradient of W with both halves of the logits' gradient. As in
-`gated_lora`, eager mode launches them from the autograd function and torch.compile sees registered ops; compiled
-inference, and all that the kernels do not know, is `precise_linear`.
+`gated_lora`, eager mode launches them from the autograd function and torch.compile sees registered ops.
+`precise_linear` does compiled inference and everything that the kernels do not know.
 
 Shapes: N tokens, D width of the input, M routers that read it, E experts; `...`: any leading shape.
 """
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from monkeyjump.ops import dispatch
+from monkeyjump.ops.lowrank import rows_of
 from monkeyjump.ops.precision import precise_linear
 from monkeyjump.ops.registration import registered, shapes_of
-from monkeyjump.ops.settings import rows_of
 
-MOST = 64  # columns of all weights together; more are as well left to a matrix product
+MOST_COLUMNS = 64  # columns of all weights together; for more a matrix product is as fast
 
 
 def router_logits(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -42,74 +42,60 @@ def _for_kernels(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
         return False
     if any(weight.dtype != torch.float32 for weight in weights):
         return False
-    few = len(weights) * weights[0].shape[0] <= MOST
+    few = len(weights) * weights[0].shape[0] <= MOST_COLUMNS
     return few and x.device == weights[0].device and x.numel() > 0 and dispatch.uses_kernels(x)
 
 
 class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        flat, dense = rows_of(x), [weight.contiguous() for weight in weights]
-        ctx.save_for_backward(flat, *dense)
+        rows = rows_of(x)
+        ctx.save_for_backward(rows, *weights)
         ctx.shape = x.shape
-        return _logits(flat, dense)
+        return (logits_op if torch.compiler.is_compiling() else logits)(rows, list(weights))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        flat, *weights = ctx.saved_tensors
-        dx, dW = _backward(flat, grad.contiguous(), weights, ctx.needs_input_grad[0])
-        return None if dx is None else dx.view(ctx.shape), *dW.split(weights[0].shape[0])
-
-
-def _logits(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return logits_op(x, weights)
-    return _kernels().down(x, weights, None, precise=True)
-
-
-def _backward(
-    x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], with_dx: bool
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(dx [N, D] or None, dW [M * E, D])."""
-    if torch.compiler.is_compiling():
-        dx, dW = logits_backward_op(x, grad, weights, with_dx)
-        return dx if with_dx else None, dW
-    return _kernels().down_backward_alone(x, grad, weights, None, x.dtype if with_dx else None, precise=True)
+        rows, *weights = ctx.saved_tensors
+        with_dx, backward = ctx.needs_input_grad[0], logits_backward
+        if torch.compiler.is_compiling():
+            backward = logits_backward_op
+        dx, dW = backward(rows, grad, weights, with_dx)
+        return dx.view(ctx.shape) if with_dx else None, *dW.split(weights[0].shape[0])
 
 
 def _kernels() -> Any:
-    from monkeyjump.ops.kernels import lora  # where there is Triton
+    from monkeyjump.ops.kernels import lora  # only where Triton is installed
 
     return lora
 
 
-@registered("router_logits")
-def logits_op(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+def logits(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """x W^T of every W side by side: [N, M * E], fp32."""
     return _kernels().down(x.contiguous(), [weight.contiguous() for weight in weights], None, precise=True)
 
 
+logits_op = registered("router_logits")(logits)
+
+
 @shapes_of(logits_op)
-def _(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+def _(x, weights):
     return x.new_empty(x.shape[0], len(weights) * weights[0].shape[0], dtype=torch.float32)
 
 
-@registered("router_logits_backward")
-def logits_backward_op(
+def logits_backward(
     x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], with_dx: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dx [N, D], empty without `with_dx`; dW [M * E, D])."""
-    dense = [weight.contiguous() for weight in weights]
-    dx, dW = _kernels().down_backward_alone(
-        x.contiguous(), grad.contiguous(), dense, None, x.dtype if with_dx else None, precise=True
-    )
+    dense, dtype = [weight.contiguous() for weight in weights], x.dtype if with_dx else None
+    dx, dW = _kernels().down_backward_alone(x.contiguous(), grad.contiguous(), dense, None, dtype, precise=True)
     return x.new_empty(0) if dx is None else dx, dW
 
 
+logits_backward_op = registered("router_logits_backward")(logits_backward)
+
+
 @shapes_of(logits_backward_op)
-def _(
-    x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], with_dx: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = len(weights) * weights[0].shape[0]
-    dx = x.new_empty(x.shape) if with_dx else x.new_empty(0)
-    return dx, x.new_empty(rows, x.shape[1], dtype=torch.float32)
+def _(x, grad, weights, with_dx):
+    dW = x.new_empty(len(weights) * weights[0].shape[0], x.shape[1], dtype=torch.float32)
+    return x.new_empty(x.shape) if with_dx else x.new_empty(0), dW

@@ -29,7 +29,6 @@ class KMeansResult:
     centers: Tensor  # [L, K, D] fp32, norm 1
     labels: Tensor  # [L, N] int64, -1 for tokens of norm 0
     sizes: Tensor  # [L, K] int64; 0 only where a block has fewer than K distinct directions
-    inertia: Tensor  # [L] fp64, sum of squares of the normalised tokens around the mean of their cluster
     iterations: Tensor  # [L] int64, of the restart that was kept
     mean_norms: Tensor  # [L, K] fp32, mean norm of the raw tokens of a cluster
 
@@ -108,7 +107,7 @@ def _draw(weight_GSN: Tensor, draws_ST: Tensor, valid_GN: Tensor) -> Tensor:
 
 @dataclass
 class _Fits:
-    """Restarts under way."""
+    """The state of all restarts, some of which have converged."""
 
     centers: Tensor  # [G, S, K, D]
     gain: Tensor  # [G, S] sum of cosines
@@ -127,12 +126,12 @@ class _Fits:
 
 
 def _lloyd(tokens: Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _Fits:
-    """Every restart until it has converged; those that have are left out from the next look at the device on."""
+    """Runs every restart until it has converged; the next look at the device leaves those out that have."""
     done = torch.zeros(centers_GSKD.shape[:2], dtype=torch.bool, device=centers_GSKD.device)
     fits = _Fits(centers_GSKD, centers_GSKD.new_zeros(done.shape), torch.zeros_like(done, dtype=torch.int64), done)
     active = done.shape[1]
     for start in range(0, max_iter, CHECK_EVERY):
-        # as many of each block as the slowest block has left
+        # every block works on as many restarts as the slowest block has left
         which = fits.done.int().argsort(dim=1, stable=True)[:, :active]
         some = fits.pick(which)
         for _ in range(min(CHECK_EVERY, max_iter - start)):
@@ -149,7 +148,7 @@ def _lloyd(tokens: Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _
 
 
 def _iterate(tokens: Tokens, fits: _Fits, tol: float) -> Tensor:
-    """Move the centres of what is not done, in place; the tokens [G, S, K] that each had before."""
+    """Moves the centres of restarts that have not converged; returns how many tokens [G, S, K] each centre had."""
     sums, counts = tokens.accumulate(fits.centers)
     length = sums.norm(dim=-1)
     # An empty cluster keeps its centre, and so does one whose tokens cancel out: neither has a direction.
@@ -197,19 +196,11 @@ def _best_restart(tokens: Tokens, fits: _Fits) -> tuple[Tensor, Tensor]:
 def _describe(tokens: Tokens, centers_G1KD: Tensor, iterations_G: Tensor) -> tuple[Tensor, ...]:
     """The fields of KMeansResult for a group, clusters sorted by size."""
     labels = torch.empty_like(tokens.norms, dtype=torch.int64)
-    sums, counts = tokens.accumulate(centers_G1KD, labels[:, None])
+    _, counts = tokens.accumulate(centers_G1KD, labels[:, None])
     order = counts.squeeze(1).argsort(dim=1, descending=True, stable=True)
     centers = centers_G1KD.squeeze(1).take_along_dim(order[..., None], 1)
     sizes = counts.squeeze(1).gather(1, order)
-    means = sums.squeeze(1).take_along_dim(order[..., None], 1) / sizes.clamp(min=1)[..., None]
-    labels = order.argsort(1).gather(1, labels)
-
-    inertia = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
-    for where, chunk in tokens.chunks(12 * means.shape[2], wide=True):
-        # the difference itself, not 1 - |mean|^2, which cancels in fp32 when clusters are tight
-        spread = (chunk * tokens.inverse[:, where, None]).sub_(means.take_along_dim(labels[:, where, None], 1))
-        inertia += (spread.square_().sum(-1) * tokens.valid[:, where]).sum(-1, dtype=torch.float64)
-    labels = labels.masked_fill(~tokens.valid, -1)
-    totals = [(tokens.norms * (labels == cluster)).sum(-1, dtype=torch.float64) for cluster in range(means.shape[1])]
+    labels = order.argsort(1).gather(1, labels).masked_fill(~tokens.valid, -1)
+    totals = [(tokens.norms * (labels == cluster)).sum(-1, dtype=torch.float64) for cluster in range(sizes.shape[1])]
     mean_norms = (torch.stack(totals, 1) / sizes.clamp(min=1)).float()
-    return centers, labels, sizes, inertia, iterations_G, mean_norms
+    return centers, labels, sizes, iterations_G, mean_norms

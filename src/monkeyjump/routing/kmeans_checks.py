@@ -1,4 +1,4 @@
-"""What k-means refuses, and why.
+"""Checks of the arguments and tokens of k-means, with errors that say what to change.
 
 Shapes: L blocks, N tokens.
 """

@@ -1,4 +1,4 @@
-"""The tokens that k-means clusters, and all that reads them: in chunks by torch, or as they are by Triton kernels.
+"""The tokens that k-means clusters and the functions that read them, in chunks by torch or at once by Triton kernels.
 
 Shapes: L blocks (G of them in a group), N tokens (n of them in a chunk), D hidden, K clusters, S restarts, M vectors.
 
@@ -23,7 +23,7 @@ SCRATCH_BYTES = 256 * 2**20
 # Tokens of a group. On a GPU an iteration of 50,000 tokens is shorter than the host takes to launch it, so many blocks
 # go together, though all are then read until the slowest is done, in as much more memory.
 GROUP_TOKENS = 2**16
-ON_GPU = 8  # times as many, and as much scratch
+ON_GPU = 8  # a GPU gets this many times the tokens and the scratch memory
 # Squared chords under this are rounding (a few fp32 ulp of a cosine near 1): the two directions are the same.
 SAME_DIRECTION = 5e-7
 
@@ -37,7 +37,7 @@ def by_kernels(x: Tensor, clusters: int) -> bool:
 
 
 def blocks_together(x: Tensor, restarts: int, trials: int, kernels: bool) -> int:
-    """Blocks of a group. What kernels do is launched in few steps whatever its size: memory alone limits it."""
+    """How many blocks form a group. Kernels take few launches whatever the size, so memory alone limits them."""
     more = ON_GPU if x.is_cuda else 1
     room = more * SCRATCH_BYTES // 2 // (4 * restarts * (trials + 4))
     return max(1, (room if kernels else min(room, more * GROUP_TOKENS)) // x.shape[1])
@@ -60,9 +60,9 @@ class Tokens:
         picked = self.x.take_along_dim(index_GM[..., None], 1).float()
         return picked * self.inverse.gather(1, index_GM)[..., None]
 
-    def chunks(self, bytes_per_token: int, wide: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """(where, tokens [G, n, D], in fp32 if `wide` or by torch); copy and `bytes_per_token` fill the scratch."""
-        return _chunks(self.x, bytes_per_token, as_it_is=self.kernels and not wide)
+    def chunks(self, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
+        """(where, tokens [G, n, D], in fp32 for torch); the copy and `bytes_per_token` fill the scratch."""
+        return _chunks(self.x, bytes_per_token, as_it_is=self.kernels)
 
     def chords(self, vectors_GMD: Tensor, bytes_per_token: int) -> Iterator[tuple[slice, Tensor]]:
         """(where, squared chords [G, M, n] of unit vectors and the unit tokens there, 0 for the same direction)."""
@@ -78,7 +78,7 @@ class Tokens:
     def accumulate(self, centers: Tensor, labels_GSN: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sums of unit tokens [G, S, K, D] and counts [G, S, K] per nearest centre; labels if wanted.
 
-        The label of a token without a direction is any.
+        A token without a direction may get any label.
         """
         if self.kernels:
             from monkeyjump.ops.kernels import kmeans

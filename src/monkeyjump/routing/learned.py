@@ -41,13 +41,13 @@ class LearnedRouter(nn.Module):
         self.config = config
         self.width, self.experts = width, experts
         self.sigmoid = config.router == "sigmoid"
-        hidden = 4 * experts if config.router_hidden == "swiglu" else None
+        hidden = 4 * experts if config.sigmoid.router_hidden == "swiglu" else None
         self.weight = _parameter(experts, width if hidden is None else hidden)
         self.bias = _parameter(experts) if self.sigmoid else None
         if hidden is not None:
             self.hidden_gate, self.hidden_gate_bias = _parameter(hidden, width), _parameter(hidden)
             self.hidden_up, self.hidden_up_bias = _parameter(hidden, width), _parameter(hidden)
-        if config.threshold is not None:
+        if config.sigmoid.threshold is not None:
             self.threshold, self.threshold_bias = _parameter(1, width), _parameter(1)
         self.reset_parameters()
 
@@ -56,7 +56,7 @@ class LearnedRouter(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 nn.init.zeros_(parameter)
-            elif self.config.router_init == "kaiming":
+            elif self.config.learned.router_init == "kaiming":
                 nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
             else:
                 nn.init.normal_(parameter, std=0.02)
@@ -75,7 +75,7 @@ class LearnedRouter(nn.Module):
             return self.decide(x, logits)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        if self.config.router_hidden == "swiglu":
+        if self.config.sigmoid.router_hidden == "swiglu":
             gate = router_linear(x, self.hidden_gate, self.hidden_gate_bias)
             x = nn.functional.silu(gate) * router_linear(x, self.hidden_up, self.hidden_up_bias)
         return router_linear(x, self.weight, self.bias)
@@ -83,11 +83,11 @@ class LearnedRouter(nn.Module):
     def one_product(self) -> bool:
         """Whether W x is all that this router needs of the x that other routers see, too."""
         config = self.config
-        plain = self.bias is None and config.router_hidden != "swiglu" and config.threshold is None
+        plain = self.bias is None and config.sigmoid.router_hidden != "swiglu" and config.sigmoid.threshold is None
         return plain and self._noise() is None
 
     def _noise(self) -> str | None:
-        return self.config.noise if self.training and self.config.jitter > 0 else None
+        return self.config.learned.noise if self.training and self.config.jitter > 0 else None
 
     def decide(self, x: torch.Tensor, logits: torch.Tensor) -> LearnedDecision:
         config = self.config
@@ -95,13 +95,13 @@ class LearnedRouter(nn.Module):
         p = torch.sigmoid(scaled) if self.sigmoid else torch.softmax(scaled, dim=-1)
         chosen = ops.top_k_mask(logits, config.top_k)
         gates = p * chosen
-        if config.threshold is not None:
-            bar = config.threshold * torch.sigmoid(router_linear(x, self.threshold, self.threshold_bias))
+        if config.sigmoid.threshold is not None:
+            bar = config.sigmoid.threshold * torch.sigmoid(router_linear(x, self.threshold, self.threshold_bias))
             chosen = chosen & (p >= bar)
-            gates = above_threshold(p, bar, chosen, config.threshold_grad)
+            gates = above_threshold(p, bar, chosen, config.sigmoid.threshold_grad)
         if config.renormalize:
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(ops.EPS)
-        per_token = min(config.top_k or self.experts, self.experts) if config.threshold is None else None
+        per_token = min(config.top_k or self.experts, self.experts) if config.sigmoid.threshold is None else None
         return LearnedDecision(gates, p, chosen, per_token)
 
     def _apply(self, fn, recurse=True):

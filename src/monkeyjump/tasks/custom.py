@@ -30,6 +30,7 @@ from monkeyjump.tasks.task import (
     Source,
     Task,
 )
+from monkeyjump.yaml_files import parse_yaml
 
 Options = Sequence[str] | Mapping[Any, str] | str | None
 _KEYS = ("name", "prompt", "context", "options", "answer", "data", "metric", "family", "description")
@@ -66,28 +67,29 @@ def simple_task(
 def load_task_file(path: str | Path) -> Task:
     """A task from YAML; every problem of the file at once."""
     path = Path(path).expanduser()
+    source = f"task file {str(path)!r}"
     try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            f"task file {str(path)!r}: reading YAML needs the package `pyyaml`. Run `pip install 'monkeyjump[cli]'`."
-        ) from error
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"task file {str(path)!r} cannot be read ({error.strerror}). Check the path.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"task file {str(path)!r} is not YAML: {error}") from error
+        raise ConfigError(f"{source} cannot be read ({error.strerror}). Check the path.") from error
+    content = _given(parse_yaml(text, source, as_written=True))  # an option is `no` or `010`, as the user wrote it
+    if isinstance(content.get("data"), dict):
+        content["data"] = _given(content["data"])
     problems = _problems(content)
     if problems:
-        raise ConfigError([f"task file {str(path)!r}: {problem}" for problem in problems], title="bad task file")
-    data = {key: str(path.parent / value) if key in SPLITS else value for key, value in content.pop("data").items()}
+        raise ConfigError([f"{source}: {problem}" for problem in problems], title="bad task file")
+    data = content.pop("data")
+    if "hub" not in data:
+        data = {split: str(path.parent / file) for split, file in data.items()}
     return simple_task(data=data, **content)
 
 
-def _problems(content: Any) -> list[str]:
-    if not isinstance(content, dict):
-        return [f"it must hold keys such as name and prompt, not a {type(content).__name__}."]
+def _given(content: dict[str, Any]) -> dict[str, Any]:
+    """What has a value: a key left empty is as one left out."""
+    return {key: value for key, value in content.items() if value not in ("", "null", "~")}
+
+
+def _problems(content: dict[str, Any]) -> list[str]:
     known = list(_KEYS)
     problems = [f"unknown key {key!r}.{did_you_mean(str(key), known)}" for key in content if key not in known]
     problems += [f"{key!r} is missing." for key in ("name", "prompt", "answer", "data") if not content.get(key)]
@@ -96,9 +98,13 @@ def _problems(content: Any) -> list[str]:
         problems.append(
             f"metric={metric!r} must be one of {', '.join(METRICS)}.{did_you_mean(str(metric), list(METRICS))}"
         )
+    names = ("name", "prompt", "context", "answer", "family", "description")
+    problems += [f"{key}={content[key]!r} must be text." for key in names if not isinstance(content.get(key, ""), str)]
     data = content.get("data") or {}
     if not isinstance(data, dict) or not ("hub" in data or "train" in data or "test" in data):
         problems.append("data must name files ({train: a.jsonl, test: b.jsonl}) or a dataset ({hub: owner/name}).")
+    elif not all(isinstance(value, str) for value in data.values()):
+        problems.append(f"data={data} must give every key one text.")
     elif "hub" not in data:
         problems += [f"data: unknown split {key!r}; use {', '.join(SPLITS)}." for key in data if key not in SPLITS]
     return problems
@@ -120,9 +126,14 @@ def _columns(*templates: Any) -> list[str]:
     """The columns a template names: "{goal} and {aim}" -> goal, aim."""
     found = []
     for template in templates:
-        for _, field, _, _ in string.Formatter().parse(str(template)):
-            if field is not None:
-                found.append(field.split(".")[0].split("[")[0])
+        try:
+            fields = [field for _, field, _, _ in string.Formatter().parse(str(template)) if field is not None]
+        except ValueError as error:
+            raise ConfigError(
+                f"template {template!r} is not one ({error}): write columns as {{name}}, a brace itself twice.",
+                title="bad task",
+            ) from error
+        found += [field.split(".")[0].split("[")[0] for field in fields]
     return found
 
 
@@ -136,7 +147,7 @@ def _fixed_options(options: Options) -> tuple[str, ...] | None:
 
 def _renderer(prompt: str, context: str, options: Options, answer: str) -> Callable[[Row], Example]:
     def render(row: Row) -> Example:
-        question, cuttable = prompt.format_map(row), context.format_map(row)
+        question, cuttable = _filled(prompt, row), _filled(context, row)
         if options is None:
             return Example(question=question, context=cuttable, free_answer=str(row[answer]))
         texts, label = _choose(options, row, row[answer])
@@ -146,17 +157,24 @@ def _renderer(prompt: str, context: str, options: Options, answer: str) -> Calla
     return render
 
 
+def _filled(template: str, row: Row) -> str:
+    try:
+        return template.format_map(row)
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise BadLabelError(f"template {template!r} cannot be filled ({error!r})") from error
+
+
 def _choose(options: Options, row: Row, value: Any) -> tuple[tuple[str, ...], int]:
     """The options of a row and the index of its answer: a key of the mapping; else a text, an index or a letter."""
     if isinstance(options, Mapping):
         texts = tuple(map(str, options.values()))
-        keys = list(options)
-        if value not in keys:
-            raise BadLabelError(f"answer {value!r} is not one of the keys {', '.join(map(repr, keys))}")
-        return texts, keys.index(value)
+        keys = list(map(_as_text, options))
+        if _as_text(value) not in keys:
+            raise BadLabelError(f"answer {value!r} is not one of the keys {', '.join(keys)}")
+        return texts, keys.index(_as_text(value))
     source = row[options] if isinstance(options, str) else options or ()
-    texts = tuple(str(option) if isinstance(options, str) else str(option).format_map(row) for option in source)
-    text = str(value).strip()
+    texts = tuple(str(option) if isinstance(options, str) else _filled(str(option), row) for option in source)
+    text = _as_text(value)
     if text in texts:
         return texts, texts.index(text)
     if isinstance(value, int) and 0 <= value < len(texts):
@@ -167,6 +185,11 @@ def _choose(options: Options, row: Row, value: Any) -> tuple[tuple[str, ...], in
         f"answer {value!r} is neither one of the options ({', '.join(texts)}), "
         f"nor an index from 0 to {len(texts) - 1}, nor a letter from A to {LETTERS[max(len(texts) - 1, 0)]}"
     )
+
+
+def _as_text(value: Any) -> str:
+    """A value of the data as a task file spells it: JSON's true is no Python True."""
+    return str(value).lower() if isinstance(value, bool) else str(value).strip()
 
 
 def _number(text: str) -> float | None:

@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
-from monkeyjump.tuner.allocation import allocate_ranks
-from monkeyjump.tuner.auxiliary import add_regularizer_gradients
-from monkeyjump.tuner.calibrate import CalibrationReport, centers_initialized, initialize_centers
+from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.model import require_context
-from monkeyjump.tuner.projection import project_gradients
 from monkeyjump.tuner.trace import staged_load
+from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
+from monkeyjump.tuner.training.rank_budget import allocate_ranks
+from monkeyjump.tuner.training.regularizer import add_regularizer_gradients
 
 
 class MonkeyJumpCallback(TrainerCallback):
@@ -51,6 +51,13 @@ class MonkeyJumpCallback(TrainerCallback):
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress
                 )
 
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Ask for the load of the experts in the steps that are logged; others may do without the statistics."""
+        logged = state.logging_steps and (state.global_step + 1) % state.logging_steps == 0
+        require_context(_unwrapped(model)).watches_load = bool(
+            logged or (args.logging_first_step and not state.global_step)
+        )
+
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         model = _unwrapped(model)
         context = require_context(model)
@@ -69,7 +76,7 @@ class MonkeyJumpCallback(TrainerCallback):
         model = _unwrapped(model)
         context = require_context(model)
         shown: dict[str, float] = {}
-        for name in dict.fromkeys(name for group in context.groups.values() for name in group.active()):
+        for name in dict.fromkeys(name for blocks in context.lists.values() for name in blocks.active()):
             loads = list(staged_load(model, name).values())
             if loads and any(sum(load.share) for load in loads):
                 shown["router/load_entropy"] = round(sum(load.entropy for load in loads) / len(loads), 4)
@@ -87,7 +94,8 @@ def sampling_loader(loader: Any, seed: int) -> Any:
         return loader
     return DataLoader(
         dataset,
-        batch_size=getattr(loader, "batch_size", None) or getattr(loader, "total_batch_size", None) or 8,
+        # of batches that differ in size, as those of a sampler of our own, no size is known
+        batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 8,
         shuffle=True,
         generator=torch.Generator().manual_seed(seed),
         collate_fn=loader.collate_fn,
@@ -103,7 +111,7 @@ def _unwrapped(model: Any) -> nn.Module:
 def _centroid_adapters(model: nn.Module) -> list[str]:
     return [
         name
-        for group in require_context(model).groups.values()
-        for name, config in group.active().items()
+        for blocks in require_context(model).lists.values()
+        for name, config in blocks.active().items()
         if config.uses_centers
     ]

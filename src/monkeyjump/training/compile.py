@@ -5,8 +5,7 @@
 | `blocks` (true) | every transformer block, with its router; one graph serves all blocks of a kind | 2 to 4 |
 | `model` | the whole stack of blocks as one graph, from the token ids to the last hidden state | 1 |
 
-Evaluation, calibration and generation inside run the model as it is. So does the first training step where there are
-kernels: it shows which projections share their input. A part that cannot be traced as one graph, and a
+Evaluation, calibration and generation inside run the model as it is. A part that cannot be traced as one graph, and a
 graph that is made again and again, are errors: torch would otherwise go on uncompiled without a word.
 """
 
@@ -22,8 +21,8 @@ import torch
 from torch import nn
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tuner.inputs import in_backward
 from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.module_paths import block_of, owner_of
 
 BACKEND = "inductor"
@@ -58,16 +57,17 @@ def compiled(
         options["mode"] = "reduce-overhead"
     patched = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit))
     call = torch.compile(whole_call, **options)
-    start = _Start(base, parts[0])
+    shared_inputs = require_context(base).shared_inputs
+    shared_inputs.prepare()
     for part in parts:
-        part._compiled_call_impl = _TrainingCall(part, what, call, start)
+        part._compiled_call_impl = _TrainingCall(part, what, call)
     try:
         with patched, _measured() as report:
             yield report
     finally:
         for part in parts:
             del part._compiled_call_impl
-        start.sharing.release()
+        shared_inputs.release()
         # the graphs belong to the code they were made from, not to `call`: a later run would count them as its own
         torch._dynamo.eval_frame.reset_code(whole_call.__code__)
 
@@ -99,37 +99,16 @@ def whole_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-class _Start:
-    """When compilation begins: once it is known which projections share their input, or will not be known."""
-
-    PATIENCE = 8  # training forwards without a backward between them
-
-    def __init__(self, base: nn.Module, first: nn.Module) -> None:
-        self.sharing = next(layer for layer in base.modules() if isinstance(layer, MonkeyJumpLayer)).context.sharing
-        self.first = first
-        self.calls = 0
-        self.begun = not self.sharing.waiting()
-        if self.begun:
-            self.sharing.prepare()
-
-    def __call__(self, module: nn.Module) -> bool:
-        if not self.begun and module is self.first and not in_backward():
-            self.begun = self.sharing.prepare() or self.calls >= self.PATIENCE
-            self.calls += 1
-        return self.begun
-
-
 class _TrainingCall:
     """Stands for a module's call where torch itself puts a compiled one: compiled while it trains, else as it is."""
 
-    def __init__(self, module: Any, what: str, call: Callable[..., Any], start: _Start) -> None:
+    def __init__(self, module: Any, what: str, call: Callable[..., Any]) -> None:
         self.module = module
         self.what = what
         self.call = call
-        self.start = start
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled() and self.start(self.module)):
+        if not (self.module.training and torch.is_grad_enabled()):
             return self.module._call_impl(*args, **kwargs)
         from torch._dynamo import exc
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.tasks.streaming import StreamingMixture
+from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 
 # Widths of padded batches that are compiled: each is a compilation, short for blocks and long for a whole model.
@@ -31,11 +33,12 @@ class TrainingData:
     shapes: int | None  # how many shapes batches can have; None: as many as there are lengths
     calibration: DataLoader | None = None  # for the centres, where the training batches themselves cannot be used
 
-    def steps(self, recipe: Recipe) -> int:
-        """Optimiser steps of the whole run."""
+    def steps(self, recipe: Recipe, ranks: int = 1) -> int:
+        """Optimiser steps of the whole run, counted as the Trainer counts them; ranks share the batches of an epoch."""
         if recipe.train.max_steps is not None or self.sampler is None:
             return recipe.train.max_steps or 1
-        return max(1, int(recipe.train.epochs * len(self.sampler) / recipe.train.accumulation))
+        per_epoch = math.ceil(math.ceil(len(self.sampler) / ranks) / recipe.train.accumulation)
+        return max(1, math.ceil(recipe.train.epochs * per_epoch))
 
 
 def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> TrainingData:
@@ -114,11 +117,11 @@ def _report_padding(lengths: list[int], sizes: tuple[int, ...]) -> None:
     if sizes:
         padded = sum(min(size for size in sizes if size >= length) for length in lengths)
         share = 1 - sum(lengths) / padded
-        print(f"batches are {', '.join(map(str, sizes))} tokens wide, {share:.0%} of it padding (data.packing: none)")
+        say(f"batches are {', '.join(map(str, sizes))} tokens wide, {share:.0%} of it padding (data.packing: none)")
 
 
 def _report_encoding(encoder: Encoder) -> None:
     for name, count in encoder.counts.truncated.items():
-        print(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
+        say(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
     for name, count in encoder.counts.dropped.items():
-        print(f"{name}: {count} training texts did not fit max_length even without context and were left out")
+        say(f"{name}: {count} training texts did not fit max_length even without context and were left out")

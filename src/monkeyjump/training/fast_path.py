@@ -11,6 +11,7 @@ from torch import nn
 
 from monkeyjump.training.compile import CompileReport, OwnGradients, compiled
 from monkeyjump.training.fused_loss import fused_loss
+from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 
 
@@ -41,7 +42,7 @@ def fast_path(model: nn.Module, recipe: Recipe, shapes: int | None, on_gpu: bool
             graphs = train.cuda_graphs and on_gpu
             fast.compiled = stack.enter_context(compiled(model, what, shapes=shapes or 1, cuda_graphs=graphs))
             fast.gradients = OwnGradients(model) if graphs else None
-            print(f"compiling the {what}: the first batch of every shape takes longer")
+            say(f"compiling the {what}: the first batch of every shape takes longer")
         yield fast
     if fast.compiled is not None:
-        print(fast.compiled)
+        say(str(fast.compiled))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -10,6 +11,19 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+
+from monkeyjump.record import write_atomic
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one that speaks; launchers of several number them in the environment."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print on the main rank alone."""
+    if is_main_rank():
+        print(text)
 
 
 class ProgressBar(TrainerCallback):
@@ -53,6 +67,17 @@ class JsonLines(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, "epoch": state.epoch, **logs}) + "\n")
 
 
+def forget_after(path: Path, step: int) -> None:
+    """Drop what was logged after a checkpoint, for its steps come again. A killed process may leave half a line."""
+    kept = ""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            kept += f"{line}\n" if json.loads(line)["step"] <= step else ""
+        except (ValueError, LookupError, TypeError):
+            continue
+    write_atomic(path, kept)
+
+
 class Interruptible(TrainerCallback):
     """Ctrl-C or SIGTERM: finish the step, write a checkpoint, stop. A second signal stops at once."""
 
@@ -83,4 +108,5 @@ class Interruptible(TrainerCallback):
             self.restore()
             raise KeyboardInterrupt
         self.interrupted = True
-        tqdm.write("stopping after this step; a checkpoint will be written (again to stop at once)")
+        if is_main_rank():
+            tqdm.write("stopping after this step; a checkpoint will be written (again to stop at once)")

@@ -15,6 +15,7 @@ from typing import Any, Union
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.training.recipe_checks import check
+from monkeyjump.yaml_files import parse_yaml
 
 
 @dataclass
@@ -134,33 +135,17 @@ def _bundled() -> Any:
 
 
 def _read(source: str) -> dict[str, Any]:
-    path = Path(source)
-    if source in names():
-        text = (_bundled() / f"{source}.yaml").read_text(encoding="utf-8")
-    elif path.is_file():
-        text = path.read_text(encoding="utf-8")
-    else:
+    path = _bundled() / f"{source}.yaml" if source in names() else Path(source)
+    if not path.is_file():
         raise ConfigError(
             f"no recipe {source!r}.{did_you_mean(source, names())} Give a YAML file, or one of: {', '.join(names())}.",
             title="recipe not found",
         )
-    return parse_yaml(text, source)
-
-
-def parse_yaml(text: str, source: str) -> dict[str, Any]:
     try:
-        import yaml
-    except ImportError:
-        raise ConfigError('recipes need pyyaml: pip install "monkeyjump[cli]".', title="missing package") from None
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}", title="recipe") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{source} must hold keys and values, not a {type(content).__name__}.", title="recipe")
-    return content
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"recipe {source!r} cannot be read ({error.strerror}). Check the file.") from error
+    return parse_yaml(content, f"recipe {source!r}")
 
 
 def _apply(settings: dict[str, Any], override: str) -> None:
@@ -174,18 +159,34 @@ def _apply(settings: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section.", title="recipe")
         target = child
-    target[leaf] = parse_value(text)
+    target[leaf] = parse_value(text, _hint(key))
 
 
-def parse_value(text: str) -> Any:
-    """A value from the command line: JSON where it is JSON, null/none, a comma list, else the text itself."""
-    if text.lower() in ("none", "null"):
+def _hint(key: str) -> Any:
+    """The type of a setting; Any where it is unknown or free, as under `adapter`."""
+    hint: Any = Recipe
+    for part in key.split("."):
+        hint = typing.get_type_hints(hint).get(part, Any) if dataclasses.is_dataclass(hint) else Any
+    return hint
+
+
+def parse_value(text: str, hint: Any = Any) -> Any:
+    """A value from the command line: JSON where it is JSON, null/none, a comma list, else the text itself.
+
+    Where text is wanted it stays text, were it `none` or 2024; there `null` alone is no value.
+    """
+    wanted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if hint == list[str] and not text.startswith("["):
+        return text.split(",")
+    if text.lower() == "null" or (text.lower() == "none" and str not in wanted):
         return None
-    if text.lower() in ("true", "false"):
+    if text.lower() in ("true", "false") and (bool in wanted or str not in wanted):
         return text.lower() == "true"
+    if str in wanted:
+        return text
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return [parse_value(part) for part in text.split(",")] if "," in text else text
 
 
@@ -226,11 +227,13 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
             if ok:
                 return True, converted
         return False, None
-    if origin is list:
-        items = [value] if isinstance(value, str) else value
-        return isinstance(items, list), list(items) if isinstance(items, list) else None
-    if origin is dict:
-        return isinstance(value, Mapping), dict(value) if isinstance(value, Mapping) else None
+    if origin is list and isinstance(value, list | str):
+        items = [_convert(item, typing.get_args(hint)[0]) for item in ([value] if isinstance(value, str) else value)]
+        return all(ok for ok, _ in items), [item for _, item in items]
+    if origin is dict and isinstance(value, Mapping):
+        entries = {key: _convert(item, typing.get_args(hint)[1]) for key, item in value.items()}
+        fits = all(isinstance(key, str) and ok for key, (ok, _) in entries.items())
+        return fits, {key: item for key, (_, item) in entries.items()}
     if hint is bool:
         return isinstance(value, bool), value
     if hint is int:
@@ -238,13 +241,15 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
     if hint is float:
         try:
             return not isinstance(value, bool), float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return False, None
-    return isinstance(value, str), value
+    return hint is str and isinstance(value, str), value
 
 
 def _describe(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     if typing.get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_describe(option) for option in typing.get_args(hint))
-    return words.get(hint, {list: "a list", dict: "a section"}.get(typing.get_origin(hint), str(hint)))
+    if typing.get_origin(hint) is list:
+        return f"a list of {words[typing.get_args(hint)[0]].removeprefix('a ')}; put words such as no in quotes"
+    return words.get(hint, "a section of names and values; put names such as no in quotes")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -23,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.compile import OwnGradients
 from monkeyjump.training.data import TrainingData
+from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 
 COMPLETE = "complete"  # written into a checkpoint when all else of it is
@@ -77,11 +79,20 @@ class TaskTrainer(Trainer):
         model = self.accelerator.unwrap_model(self.model)
         was_training = model.training
         model.eval()
-        scores = {f"{metric_key_prefix}_{name}": value for name, value in self._scorer(model).items()}
+        # Every rank scores, since weights may be spread over the ranks; all go by the numbers of the first.
+        found = [self._scorer(model)]
+        broadcast_object_list(found)
+        scores = {f"{metric_key_prefix}_{name}": value for name, value in found[0].items()}
         model.train(was_training)
         self.log(scores)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, scores)
         return scores
+
+    def _load_best_model(self) -> None:
+        try:
+            super()._load_best_model()
+        except ConfigError as error:  # a training that diverged may have left no checkpoint of finite weights
+            say(f"the best checkpoint cannot be used, the last weights are kept. {error}")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         try:
@@ -101,6 +112,17 @@ class TaskTrainer(Trainer):
 
     def _checkpoint_folder(self) -> Path:
         return Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+
+class SaveEvery(TrainerCallback):
+    """Checkpoints between evaluations, which the Trainer's own arguments refuse where the best one is kept."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.steps == 0:
+            control.should_save = True
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -149,6 +171,8 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArgu
         dataloader_num_workers=train.workers,
         dataloader_pin_memory=on_gpu,
         use_cpu=not on_gpu,
+        # streams are the same on every rank, and batches of different widths cannot be sent around as one
+        accelerator_config={"dispatch_batches": False},
     )
 
 

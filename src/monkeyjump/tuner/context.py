@@ -1,12 +1,13 @@
-"""What only the top of the model is told: labels, task ids, the start of a generation.
+"""The top of the model: opens the call of a forward, takes what only the top is told, adds the routers' losses.
 
 Routing state is three kinds of plain objects on hooks (bound methods, so that a deep copy routes with its own centres):
-`RoutingContext`, one per base model; `BlockGroup`, one per list of blocks; `BlockRouter`, one per block.
+`RoutingContext`, one per base model; `BlockList`, one per list of blocks; `BlockRouter`, one per block. None of them
+holds anything of one forward (`call.py` does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,164 +15,172 @@ import torch
 from torch import nn
 
 from monkeyjump.routing.granularity import IGNORE
-from monkeyjump.tuner.auxiliary import auxiliary_loss
-from monkeyjump.tuner.block import BlockRouter
-from monkeyjump.tuner.group import BlockGroup
-from monkeyjump.tuner.joint import JointRegularizer
-from monkeyjump.tuner.losses import CarriedLoss, RouterLosses
+from monkeyjump.tuner.block_list import BlockList
+from monkeyjump.tuner.call import Generation, ModelCall, belonging_to, calls_of, running
+from monkeyjump.tuner.fast.shared_inputs import SharedInputs
 from monkeyjump.tuner.placement import Block
-from monkeyjump.tuner.sharing import Sharing
+from monkeyjump.tuner.routers.base import BlockRouter
+from monkeyjump.tuner.training.regularizer import auxiliary_loss
+from monkeyjump.tuner.training.router_losses import CarriedLoss, RouterLosses
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.sample import TokenCollector
+    from monkeyjump.tuner.centers.sample import TokenCollector
     from monkeyjump.tuner.trace import RoutingTrace
 
 
 class RoutingContext:
-    """What the top of the model knows about the current call."""
+    """The routing of one base model: its lists of blocks, and what is known of it beside any one forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.labels: torch.Tensor | None = None
-        self.task_ids: torch.Tensor | None = None
-        self.prompt_lengths: torch.Tensor | None = None
-        self.generated_from: int | None = None
-        self.generation = 0
-        self.in_generation = False
         self.losses = RouterLosses()
         self.accumulation = 1  # micro-batches per optimiser step, where a trainer that makes its own loss tells
         self.regularized = False  # whether some adapter has a loss of its own
-        self.joint: JointRegularizer | None = None  # that loss in one node with its tensors, during a training forward
         self.regularizer_due = False  # whether a training forward could not add it
+        self.watches_load = False  # whether somebody will ask for the load of the next training forward
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None
-        self.groups: dict[str, BlockGroup] = {}
-        self.sharing = Sharing()  # projections that may read the same tensor
+        self.lists: dict[str, BlockList] = {}
+        self.shared_inputs = SharedInputs()
         config = getattr(model, "config", None)
         can_generate = getattr(model, "can_generate", None)
         self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.causal = can_generate is not None and can_generate() and not self.encoder_decoder
         self._model = model
         self.outermost = model  # with PEFT's wrapper, where there is one
+        self._users_generate: Callable[..., Any] | None = vars(model).get("generate")
         if can_generate is not None and can_generate():
             # `generate` has no hooks, and only it knows where the prompt ends and takes `task_ids`. Shadowed on the
             # instance, so that every way there (PEFT's wrappers, a model with native adapters) passes through.
             model.generate = self.generate  # type: ignore[assignment]
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
-            # also after a failed forward, whose labels and task ids must not reach the next
-            model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+            model.register_forward_hook(self.after, with_kwargs=True),
+            model.register_forward_hook(self.leave, always_call=True),
         ]
 
-    def router(self, model: nn.Module, block: Block, kind: type[BlockRouter] = BlockRouter) -> BlockRouter:
+    def router(self, model: nn.Module, block: Block, kind: type[BlockRouter]) -> BlockRouter:
         """The router of a block, one of each kind, made and hooked in at the first asking."""
-        if block.owner not in self.groups:
-            self.groups[block.owner] = BlockGroup(self, model.get_submodule(block.owner))
-        group = self.groups[block.owner]
-        key = block.path if kind is BlockRouter else f"{block.path}:{kind.__name__}"
-        if key not in group.routers:
-            group.routers[key] = kind(group, block, model.get_submodule(block.path))
-        return group.routers[key]
+        blocks = self.block_list(model, block.owner)
+        key = f"{block.path}:{kind.__name__}"
+        if key not in blocks.routers:
+            blocks.routers[key] = kind(blocks, block, model.get_submodule(block.path))
+        return blocks.routers[key]
+
+    def block_list(self, model: nn.Module, owner: str) -> BlockList:
+        """The blocks that the module `owner` runs, hooked in at the first asking."""
+        if owner not in self.lists:
+            self.lists[owner] = BlockList(self, model.get_submodule(owner), owner)
+        return self.lists[owner]
 
     def routers(self) -> Iterator[BlockRouter]:
-        for group in self.groups.values():
-            yield from group.routers.values()
+        for blocks in self.lists.values():
+            yield from blocks.routers.values()
 
     def remove(self) -> None:
         """Take every hook off the model."""
-        vars(self._model).pop("generate", None)
-        holders: list[RoutingContext | BlockGroup | BlockRouter] = [self, *self.groups.values(), *self.routers()]
+        if vars(self._model).get("generate") == self.generate:
+            del self._model.generate
+            if self._users_generate is not None:
+                self._model.generate = self._users_generate  # type: ignore[assignment]
+        holders: list[RoutingContext | BlockRouter] = [self, *self.routers()]
         for holder in holders:
             for handle in holder._handles:
                 handle.remove()
             holder._handles = []
-        self.groups = {}
+        for blocks in self.lists.values():
+            blocks.remove()
+        self.lists = {}
 
     def adopt(self, peft_model: nn.Module) -> None:
         """PEFT's causal-LM wrapper drops `task_ids` for methods it does not know: take them before it does."""
         self.outermost = peft_model
-        self._handles.append(peft_model.register_forward_pre_hook(self.before_wrapper, with_kwargs=True))
+        self._handles += [
+            peft_model.register_forward_pre_hook(self.before_wrapper, with_kwargs=True),
+            peft_model.register_forward_hook(self.leave_wrapper, always_call=True),
+        ]
+
+    def open(self, wrapped: bool = False) -> ModelCall:
+        """A call of this model. One that an interrupted forward has left is forgotten."""
+        here = running()
+        around, generation = here.call, here.generation
+        call = ModelCall(self, generation=generation, wrapped=wrapped)
+        if generation is not None:
+            call.task_ids, call.prompt_lengths = generation.task_ids, generation.prompt_lengths
+        call.outer = None if around is None or around.context is self else around
+        here.call, here.blocks = call, None
+        return call
+
+    def close(self, call: ModelCall) -> None:
+        running().call = call.outer
 
     def before_wrapper(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return args, self._take_extras(kwargs)
+        return args, _take_extras(self.open(wrapped=True), kwargs)
+
+    def leave_wrapper(self, module: nn.Module, args: tuple, output: Any) -> None:
+        call = calls_of(self)
+        if call is not None:
+            self.close(call)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self.labels = kwargs.get("labels")
+        call = calls_of(self)
+        if call is None or not call.wrapped or call.entered:
+            call = self.open()
+        call.entered = True
+        call.labels = kwargs.get("labels")
         if module.training and torch.is_grad_enabled():
             self.losses.clear()
-            if self.regularized and self.labels is not None:
-                self.join_regularizer(module)
-        return args, self._take_extras(kwargs)
+            self.shared_inputs.draw_seeds(call)
+        return args, _take_extras(call, kwargs)
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        if module.training and torch.is_grad_enabled():
-            output = self._with_auxiliary_loss(module, kwargs, output)
-        self.release_regularizer()
-        self.labels = None
-        self.sharing.end()
-        if not self.in_generation:
-            self.task_ids = self.prompt_lengths = None
+        """Runs after a forward that has finished."""
+        call = calls_of(self)
+        if call is not None and module.training and torch.is_grad_enabled():
+            output = self._with_auxiliary_loss(module, call.labels, kwargs, output)
         return output
 
-    def join_regularizer(self, model: nn.Module) -> None:
-        """For one forward: adapters read their tensors from the node that also has their regulariser."""
-        self.release_regularizer()
-        self.joint = JointRegularizer.of(model)
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Runs after a forward that raises, too."""
+        call = calls_of(self)
+        if call is not None and not call.wrapped:
+            self.close(call)
 
     def regularizer(self, model: nn.Module) -> torch.Tensor | None:
         """The adapters' losses on their own tensors, if they have any."""
-        if self.joint is not None:
-            return self.joint.loss
         return auxiliary_loss(model) if self.regularized else None
-
-    def release_regularizer(self) -> None:
-        if self.joint is not None:
-            self.joint.release()
-            self.joint = None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the base model; the end of its prompt is what sequence routing decides from."""
         inputs = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
         width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
-        if self.encoder_decoder:
-            width = None
-        extras = kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
-        with self.generating(width, *extras):
+        generation = Generation(
+            None if self.encoder_decoder else width, kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
+        )
+        with self.generating(generation):
+            if self._users_generate is not None:
+                return self._users_generate(*args, **kwargs)
             return type(self._model).generate(self._model, *args, **kwargs)  # type: ignore[attr-defined]
 
     @contextmanager
-    def generating(
-        self, prompt_width: int | None, task_ids: torch.Tensor | None, prompt_lengths: torch.Tensor | None
-    ) -> Iterator[None]:
-        """Every forward inside belongs to one generation from a prompt of this (padded) width."""
-        self.generation += 1
-        self.in_generation = True
-        self.generated_from, self.task_ids, self.prompt_lengths = prompt_width, task_ids, prompt_lengths
-        before = self.sharing.prepared
-        self.sharing.prepare()  # Transformers may compile the decoding step
+    def generating(self, generation: Generation) -> Iterator[None]:
+        """Every forward of this thread inside belongs to one generation."""
+        self.shared_inputs.prepare()  # Transformers may compile the decoding step
         try:
-            yield
+            with belonging_to(generation):
+                yield
         finally:
-            if not before:  # weights may now be merged or moved, and a compiler does not look
-                self.sharing.release()
-            self.in_generation = False
-            self.generated_from = self.task_ids = self.prompt_lengths = None
+            self.shared_inputs.release()  # weights may now be merged or moved, and a compiler does not look
 
-    def _take_extras(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if "task_ids" in kwargs or "prompt_lengths" in kwargs:
-            kwargs = dict(kwargs)
-            self.task_ids = kwargs.pop("task_ids", self.task_ids)
-            self.prompt_lengths = kwargs.pop("prompt_lengths", self.prompt_lengths)
-        return kwargs
-
-    def _with_auxiliary_loss(self, module: nn.Module, kwargs: dict[str, Any], output: Any) -> Any:
+    def _with_auxiliary_loss(
+        self, module: nn.Module, labels: torch.Tensor | None, kwargs: dict[str, Any], output: Any
+    ) -> Any:
         """Add the losses of routers and the adapters' own regularisers to the loss the model returns."""
         routing = self.losses.take()
         if not self.regularized and routing is None:
             return output
         as_tuple = isinstance(output, tuple)
-        loss = (
-            (output[0] if self.labels is not None and output else None) if as_tuple else getattr(output, "loss", None)
-        )
+        first = output[0] if as_tuple and labels is not None and output else None
+        loss = first if as_tuple else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor) or hasattr(output, "log_probs"):
             # The trainer makes the loss itself, from logits or (TRL) log-probabilities: the callback adds this there.
             self.regularizer_due = self.regularized
@@ -182,13 +191,22 @@ class RoutingContext:
         if extra is None:
             return output
         items = kwargs.get("num_items_in_batch")
-        if items is not None and self.labels is not None:
+        if items is not None and labels is not None:
             # The loss is a share of an accumulated batch; so must this be, or it grows with the accumulation steps.
-            extra = extra * ((self.labels[..., 1:] != IGNORE).sum() / items)
+            extra = extra * ((labels[..., 1:] != IGNORE).sum() / items)
         if as_tuple:
             return (loss + extra, *output[1:])
         output.loss = loss + extra
         return output
+
+
+def _take_extras(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without those that are for routing alone."""
+    if "task_ids" in kwargs or "prompt_lengths" in kwargs:
+        kwargs = dict(kwargs)
+        call.task_ids = kwargs.pop("task_ids", call.task_ids)
+        call.prompt_lengths = kwargs.pop("prompt_lengths", call.prompt_lengths)
+    return kwargs
 
 
 def _carrying(output: Any, loss: torch.Tensor) -> Any:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.tuner.ffn_placement import feed_forward_of, in_attention
+from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.tuner.module_paths import block_index, block_of, matches, reads_encoder, targets_of
+from monkeyjump.tuner.routers.mixlora_placement import feed_forward_of, in_attention
 
 LLAMA_LIKE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 PAPER_SHARED = ["o_proj", "gate_proj"]
@@ -73,6 +74,7 @@ def settle(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str]
         warnings.warn(
             f"target_modules is not a list, so the adapter is fitted to {type(model).__name__}: {', '.join(said)}. "
             "List target_modules and shared_modules to decide this yourself.",
+            MonkeyJumpWarning,
             stacklevel=2,
         )
 

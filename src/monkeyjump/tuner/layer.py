@@ -13,16 +13,14 @@ from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.adapters import Gate
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.ops import dispatch
-from monkeyjump.tuner.experts import new_adapter, new_extra, new_router
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
+from monkeyjump.tuner.projection_modules import new_adapter, new_extra, new_router
 
 if TYPE_CHECKING:
-    from monkeyjump.tuner.block import BlockRouter
     from monkeyjump.tuner.context import RoutingContext
-    from monkeyjump.tuner.shared_input import SharedInput
-    from monkeyjump.tuner.sharing import Family
+    from monkeyjump.tuner.fast.shared_inputs import SharedInput
+    from monkeyjump.tuner.routers.base import BlockRouter
 
 Folded = tuple[torch.Tensor, torch.Tensor | None]  # a weight [O, D] and a bias
 
@@ -107,8 +105,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         for name in self.other_param_names:
             setattr(self, name, Fp32BufferDict())
         self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
-        self.families: dict[str, Family] = {}  # adapter name -> the projections that may read the same input
-        self.shared: dict[str, SharedInput] = {}  # adapter name -> those that were found to
+        self.shared: dict[str, SharedInput] = {}  # adapter name -> the projections that read the same input
         self.places: dict[str, int] = {}  # adapter name -> which of these it is
         self.merged_adapters: list[str] = []
         self.frozen: Folded | None = None  # the base while several adapters are merged: their sum cannot be undone
@@ -118,9 +115,8 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         self, adapter_name: str, config: MonkeyJumpConfig, role: Role | None, inference_mode: bool = False
     ) -> None:
         """Add an adapter; `role` is None for one that is always on."""
-        self.context.sharing.leave(adapter_name, self)
+        self.context.shared_inputs.leave(adapter_name, self)
         self.monkeyjump_adapter[adapter_name] = new_adapter(config, role, FrozenLinear(self))
-        self.context.sharing.join(adapter_name, self, routed=role is not None)
         router = new_router(config, role, self.in_features)
         if router is not None:
             self.monkeyjump_router[adapter_name] = router
@@ -181,12 +177,10 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         names = self.active_adapters
         if len(names) != 1 or self._disable_adapters:
             return None
-        group, family = self.shared.get(names[0]), self.families.get(names[0])
-        if torch.compiler.is_compiling():
-            return None if group is None else group.traced_output(self.places[names[0]], x)
-        if group is not None:
-            return group.output(self, x)
-        return family.watch(self, x) if family is not None and dispatch.uses_kernels(x) else None
+        group = self.shared.get(names[0])
+        if group is None:
+            return None
+        return group.traced_output(self.places[names[0]], x) if torch.compiler.is_compiling() else group.output(self, x)
 
     def _gate(self, adapter_name: str, x: torch.Tensor) -> Gate:
         """The gate of each token of x [..., 1], or None where the adapter is always on."""
@@ -196,7 +190,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         return router.gate(adapter_name, position, x)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        self.context.sharing.leave(adapter_name, self)
+        self.context.shared_inputs.leave(adapter_name, self)
         super().delete_adapter(adapter_name)
         router = self.routers.pop(adapter_name, None)
         if router is not None:

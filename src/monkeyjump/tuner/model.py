@@ -23,17 +23,19 @@ from monkeyjump.adapters.prompt import AttentionPrompt
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedRouter
-from monkeyjump.routing.ranks import RankSelector
-from monkeyjump.tuner.block import BlockRouter
-from monkeyjump.tuner.calibrate import draw_random_centers
+from monkeyjump.routing.more_ranks import RankSelector
+from monkeyjump.tuner.centers.calibrate import draw_random_centers
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.default_targets import DEFAULT_TARGETS, leaves_targets_open, settle, shares_as_the_paper
-from monkeyjump.tuner.extras import HeterogeneousRouter
-from monkeyjump.tuner.ffn import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.learned import LearnedBlockRouter
-from monkeyjump.tuner.nested import NestedRouter
+from monkeyjump.tuner.module_paths import block_of, owner_of
 from monkeyjump.tuner.placement import Block, Placement, place
+from monkeyjump.tuner.routers.base import BlockRouter
+from monkeyjump.tuner.routers.centroid import CentroidRouter
+from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
+from monkeyjump.tuner.routers.mixlora import FeedForwardExperts, IdleRouter
+from monkeyjump.tuner.routers.moa import MoaRouter
+from monkeyjump.tuner.routers.more import MoreRouter
 
 COMPILED = "_orig_mod."  # what torch.compile puts before the paths of the modules of a model
 
@@ -43,7 +45,7 @@ class MonkeyJumpModel(BaseTuner):
 
     prefix = "monkeyjump_"
     tuner_layer_cls = MonkeyJumpLayer
-    target_module_mapping: Any = ChainMap(  # noqa: RUF012  declared on the instance by PEFT
+    target_module_mapping: Any = ChainMap(  # noqa: RUF012 - declared on the instance by PEFT
         DEFAULT_TARGETS, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     )
 
@@ -118,6 +120,14 @@ class MonkeyJumpModel(BaseTuner):
             layers = [model.get_submodule(path) for path in block.routed or (block.host,)]
             router = self.routing.router(model, block, router_class(config, block))
             router.add(adapter_name, config, block, layers)  # type: ignore[arg-type]
+        modules = dict(model.named_modules())
+        homes = {block_of(path, modules) for path in placement.targets}
+        for home in sorted(home for home in homes if home is not None):
+            holder = home.rpartition(".")[0]
+            blocks = self.routing.block_list(model, owner_of(home, modules))
+            blocks.hold(modules[holder], modules[holder.rpartition(".")[0]])
+        adapted = [module for module in modules.values() if isinstance(module, MonkeyJumpLayer)]
+        self.routing.shared_inputs.plan(adapter_name, [m for m in adapted if adapter_name in m.monkeyjump_adapter])
         if ADAPTERS.get(config.adapter).auxiliary_loss is not Adapter.auxiliary_loss:
             self.routing.regularized = True
         if (
@@ -182,14 +192,14 @@ class MonkeyJumpModel(BaseTuner):
 def router_class(config: MonkeyJumpConfig, block: Block) -> type[BlockRouter]:
     """What turns the states that enter a block into gates."""
     if config.placement == "nested":
-        return NestedRouter
+        return MoreRouter
     if block.extras:
-        return HeterogeneousRouter
+        return MoaRouter
     if config.placement == "ffn":
         return FeedForwardExperts if block.routed else IdleRouter
     if config.placement == "projection" or config.learns_router:
-        return LearnedBlockRouter
-    return BlockRouter
+        return LearnedRouterOfBlock
+    return CentroidRouter
 
 
 def find_context(model: nn.Module) -> RoutingContext | None:
@@ -230,7 +240,7 @@ def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
         owners: list[nn.Module] = [
             ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS if ADAPTERS.built_in(kind) or kind == config.adapter
         ]
-        sigmoid = MonkeyJumpConfig(router="sigmoid", router_hidden="swiglu", threshold=0.5)
+        sigmoid = MonkeyJumpConfig(router="sigmoid", method_options={"router_hidden": "swiglu", "threshold": 0.5})
         owners += [LearnedRouter(1, 1, sigmoid), RankSelector(1, 1, 1, "none")]
         owners += [ParallelBottleneck(1, 1), AttentionPrompt(1, 1, 1)]
     taken = sorted({name for owner in owners for name in owner.state_dict()})
@@ -262,6 +272,12 @@ def _check_checkpoint(
             f"{len(wrong)} tensors have another shape than in this model, e.g. {key}: saved {tuple(saved[key].shape)}, "
             f"here {tuple(own[key].shape)}. The adapter was made for base model {config.base_model_name_or_path!r} "
             "and the configuration beside it: load that model."
+        )
+    broken = [key for key, value in saved.items() if not torch.isfinite(value).all()]
+    if broken:
+        problems.append(
+            f"{len(broken)} tensors of the saved adapter hold NaN or infinity, e.g. {broken[0]}: the training "
+            "diverged, or the file is damaged; take an earlier checkpoint."
         )
     centers = [key for key in missing if "monkeyjump_center" in key or "monkeyjump_step" in key]
     if centers:

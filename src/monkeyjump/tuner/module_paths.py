@@ -48,7 +48,8 @@ def targets_of(modules: dict[str, nn.Module], is_target: Callable[[str], bool]) 
 
 def reads_encoder(path: str, config: MonkeyJumpConfig) -> bool:
     """Whether a projection of a decoder reads the encoder's tokens while the decoder's tokens are routed one by one."""
-    own_input = config.placement == "projection" and config.router_scope == "projection" and not config.aux_loss_weight
+    alone = config.placement == "projection" and config.projection.router_scope == "projection"
+    own_input = alone and not config.learned.aux_loss_weight
     parent, _, leaf = path.rpartition(".")
     crosses = _CROSS_ATTENTION.search(parent) is not None and _KEY_OR_VALUE.match(leaf) is not None
     return crosses and config.granularity == "token" and not own_input

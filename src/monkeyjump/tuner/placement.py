@@ -14,8 +14,6 @@ from monkeyjump.adapters.mixture import mixture_problems
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tuner.extra_placement import Extra, plan_extras, plan_norm
-from monkeyjump.tuner.ffn_placement import feed_forward_problem, in_attention, seen_from_feed_forward
 from monkeyjump.tuner.module_paths import (
     block_index,
     block_of,
@@ -29,6 +27,8 @@ from monkeyjump.tuner.module_paths import (
     short_names,
     targets_of,
 )
+from monkeyjump.tuner.routers.mixlora_placement import feed_forward_problem, in_attention, seen_from_feed_forward
+from monkeyjump.tuner.routers.moa_placement import Extra, plan_extras, plan_norm
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def _plan_blocks(
             blocks.append(seen_from_feed_forward(block, routed))
         elif routed:
             linears = [path for path in free_linears(modules) if path.startswith(f"{home}.")]
-            extras, found = plan_extras(home, linears, modules, config.extra_experts or [])
-            norm, missing = plan_norm(home, modules) if config.router_input == "norm" else ("", [])
+            extras, found = plan_extras(home, linears, modules, config.moa.extra_experts or [])
+            norm, missing = plan_norm(home, modules) if config.learned.router_input == "norm" else ("", [])
             problems += found + missing
             names, experts_here = (*block.names, *(extra.kind for extra in extras)), block.experts + len(extras)
             blocks.append(replace(block, extras=extras, norm=norm, names=names, experts=experts_here))

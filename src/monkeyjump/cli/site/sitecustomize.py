@@ -18,8 +18,5 @@ def _next_sitecustomize() -> None:
 
 
 _next_sitecustomize()
-if importlib.util.find_spec("peft") is not None:
-    # argv is not set yet while site starts, so this cannot be mistaken for the command line itself
-    import monkeyjump.tuner.register
-
-    monkeyjump.tuner.register.register()
+if importlib.util.find_spec("monkeyjump") is not None:  # a child may be another Python, which has not got it
+    import monkeyjump  # noqa: F401  imports nothing heavy: the method is registered if the child imports PEFT

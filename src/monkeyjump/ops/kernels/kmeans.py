@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels.dot import halves, product
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.products import halves, product
 from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 
 # Centres of a program, in one variant for any number of restarts: fewer columns would not read the tokens any faster,

@@ -5,7 +5,8 @@ for kernels with many arguments, as long as several launches. The variant depend
 alignment, on integers and on constants; with these as a key, the compiled kernel is found in a dictionary and called
 directly. Of an integer Triton asks only a few properties, but to ask them takes longer than to look up all of it:
 another number is another key, and Triton finds the same kernel for it once. The call leaves out what Triton prepares
-for the hooks of profilers at every launch, unless there are any.
+for the hooks of profilers at every launch, unless there are any. That call is not part of Triton's public
+interface, so only versions that it was seen to work with get it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,23 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import driver
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
 MOST_KEYS = 4096  # of a kernel: batches of ever new lengths shall not fill the memory
+FIRST_SEEN, LAST_SEEN = (3, 6), (3, 9)  # versions of Triton whose compiled kernels were called directly
+
+
+def knows_compiled_kernels(version: str) -> bool:
+    """Whether this version of Triton is one of those in which compiled kernels were called directly."""
+    major, minor, *_ = version.split(".")
+    return FIRST_SEEN <= (int(major), int(minor)) <= LAST_SEEN
+
+
+DIRECT = knows_compiled_kernels(triton.__version__)
 
 
 class Launcher:
@@ -40,6 +52,9 @@ class Launcher:
         if device != torch.cuda.current_device():  # Triton launches on the current one
             with torch.cuda.device(device):
                 self(grid, *args, warps=warps, stages=stages)
+            return
+        if not DIRECT:
+            self.kernel[grid](*args, num_warps=warps, num_stages=stages)
             return
         variant = (device, *_traits(args[: self.constants]), args[self.constants :])
         compiled = self.compiled.get(variant)

@@ -9,21 +9,43 @@ kernel adds them up in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from monkeyjump.ops.kernels.dot import precise_product
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.pieces import columns_of, depth, first_tiles, lane_sums, next_tiles, stacked_rows
-from monkeyjump.ops.kernels.products import precise_product
-from monkeyjump.ops.kernels.tiles import FEW, TILES, Tile, padded, row_blocks
-from monkeyjump.ops.settings import Routing
+from monkeyjump.ops.kernels.tiles import (
+    FEW_TOKENS,
+    TILES,
+    Tile,
+    columns_of,
+    first_tiles,
+    lane_sums,
+    next_tiles,
+    padded,
+    row_blocks,
+    stacked_rows,
+    tiles_at_once,
+)
 
 MOST_EXPERTS = 16
-MANY = 16_384  # tokens from which row blocks are larger: fewer sums to add up, and still enough blocks
-BY_SUMS = 7  # experts: each is two instructions for every entry of h
+MANY = 16_384  # tokens from which row blocks are larger, so that fewer sums are added up; blocks are still enough
+BY_SUMS = 7  # experts up to which plain sums are faster; each is two instructions for every entry of h
 V = tl.constexpr(4)  # columns of a thread: those of h and of the centres, which are fp32, are the same
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How similarities become gates and members; the fields of `MonkeyJumpConfig` that say so."""
+
+    top_k: int
+    temperature: float
+    renormalize: bool
+    member_k: int  # experts whose centre a token moves
+    unit: bool  # whether the centres follow unit tokens or raw ones
 
 
 @triton.jit
@@ -126,7 +148,7 @@ def center_length(center, D, BW: tl.constexpr):
 @triton.jit
 def row_products(h, centers, rows, N, D,
                  BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr, MORE: tl.constexpr):  # fmt: skip
-    """(norms, products with each centre), [BN] each. MORE: tiles to come are loaded while those there are added up."""
+    """(norms, products with each centre), [BN] each. With MORE, the next tiles are loaded while these are added up."""
     row_starts = h + rows.to(tl.int64)[:, None] * D
     squares, dots = tl.zeros((BN, BD // V), tl.float32), ()
     for _ in tl.static_range(len(centers)):
@@ -154,7 +176,7 @@ def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_
                       K: tl.constexpr, MEMBER_K: tl.constexpr, RENORMALIZE: tl.constexpr, UNIT: tl.constexpr,
                       EP: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, DEPTH: tl.constexpr,
                       MORE: tl.constexpr, BW: tl.constexpr):  # fmt: skip
-    """The same by plain sums, for few experts.
+    """Does what `route_kernel` does, by plain sums for few experts.
 
     The rows are read twice, the second time out of the cache: sums along a row want it in the threads of one warp,
     sums over rows want the same columns of all of them in one thread.
@@ -191,7 +213,7 @@ def route_rows_kernel(h, centers, queries, gates, parts, numbers, N, D, inverse_
 @triton.jit
 def add_sums_kernel(parts, numbers, sums, counts, P, D,
                     BP: tl.constexpr, ALL: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """The row blocks' sums and counts, added up, each expert's into its own tensor."""
+    """Adds up the row blocks' sums and counts, each expert's into its own tensor."""
     E: tl.constexpr = len(sums)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
     every = tl.arange(0, ALL)
@@ -219,14 +241,14 @@ def supported(experts: int) -> bool:
     return experts <= MOST_EXPERTS
 
 
-def route(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
+def token_gates(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
     """h [N, D], E centres [D] -> gates [N, E], fp32."""
     gates = torch.empty(h.shape[0], len(centers), device=h.device, dtype=torch.float32)
     _launch(h, centers, None, (gates, None, None), routing)
     return gates
 
 
-def route_and_sum(
+def token_gates_and_sums(
     h: torch.Tensor,
     centers: Sequence[torch.Tensor],
     queries: torch.Tensor | None,
@@ -234,7 +256,7 @@ def route_and_sum(
     sums: Sequence[torch.Tensor],
     counts: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """gates [N, E]; of the tokens that are queries ([N] bool; None: all) E sums [D] and counts [] are written."""
+    """Gates [N, E]; writes E sums [D] and counts [] of the tokens that are queries ([N] bool; None: all)."""
     N, D = h.shape
     E, P = len(centers), row_blocks(N, _tile(N, len(centers), True).rows)
     gates = torch.empty(N, E, device=h.device, dtype=torch.float32)
@@ -262,7 +284,7 @@ def _launch(
     grid, tensors = (row_blocks(N, tile.rows), 1), (h, tuple(centers), queries, *outputs)
     if E <= BY_SUMS:
         width, across = tile.width(D), min(padded(D), 128 * tile.warps)  # 4 columns for each thread
-        ahead = depth(D, width, tile.stages)
+        ahead = tiles_at_once(D, width, tile.stages)
         _route_rows(
             grid, *tensors, N, D, *how, padded(E, 1), tile.rows, width, ahead, ahead * width < D, across,
             warps=tile.warps,
@@ -277,4 +299,4 @@ def _launch(
 def _tile(tokens: int, experts: int, sums: bool) -> Tile:
     if experts > BY_SUMS:
         return TILES["route" if tokens <= MANY else "route_many"]
-    return TILES["route_few" if tokens <= FEW and not sums else "route_rows"]
+    return TILES["route_few" if tokens <= FEW_TOKENS and not sums else "route_rows"]

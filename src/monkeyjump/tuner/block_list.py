@@ -1,0 +1,218 @@
+"""The blocks of one list: opens a call where they are entered, moves the centres, keeps the decisions of a prompt."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.tuner.call import BlocksCall, Decisions, ModelCall, calls_of, running
+from monkeyjump.tuner.centers.schedule import Schedule
+from monkeyjump.tuner.layer import UNINITIALIZED, MonkeyJumpLayer
+from monkeyjump.tuner.recomputation import carry_calls, forget_calls, refuse_unknown_recomputation
+
+if TYPE_CHECKING:
+    from monkeyjump.tuner.context import RoutingContext
+    from monkeyjump.tuner.routers.base import BlockRouter
+
+ARGUMENTS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "seq_idx",
+    "past_key_values",
+    "encoder_hidden_states",
+)
+KEPT = "monkeyjump_decisions"  # attribute of a KV cache: the sequence decisions its entries were made with
+
+
+class BlockList:
+    """The blocks of one ModuleList and the model that runs them."""
+
+    def __init__(self, context: RoutingContext, owner: nn.Module, path: str) -> None:
+        self.context = context
+        self.owner = owner
+        self.path = path
+        self.holders: list[nn.Module] = []  # the lists themselves and the modules around them
+        self.routers: dict[str, BlockRouter] = {}
+        self.initialized: set[str] = set()
+        self.told: set[str] = set()  # adapters that have said how they do without task ids
+        self.schedule = Schedule()
+        self._parameters = list(inspect.signature(owner.forward).parameters)
+        self._handles = [
+            owner.register_forward_pre_hook(self.before, with_kwargs=True),
+            owner.register_forward_hook(self.after, with_kwargs=True),
+            owner.register_forward_hook(self.close, always_call=True),
+        ]
+
+    def hold(self, *holders: nn.Module) -> None:
+        self.holders += [holder for holder in holders if not any(holder is other for other in self.holders)]
+
+    def layers(self, adapter_name: str) -> list[MonkeyJumpLayer]:
+        """The routed projections of all blocks, in order."""
+        return [layer for router in self.routers.values() for layer in router.layers.get(adapter_name, [])]
+
+    def active(self) -> dict[str, MonkeyJumpConfig]:
+        names: dict[str, MonkeyJumpConfig] = {}
+        for router in self.routers.values():
+            for name in router.active():
+                names.setdefault(name, router.configs[name])
+        return names
+
+    def checkpointing(self) -> list[nn.Module]:
+        """The modules that may checkpoint blocks."""
+        return [self.owner, *self.holders, *(block for holder in self.holders for block in holder.children())]
+
+    def remove(self) -> None:
+        forget_calls(self.checkpointing())
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        blocks = self.open()
+        blocks.staging = module.training and torch.is_grad_enabled()
+        if blocks.staging:
+            refuse_unknown_recomputation(self.path)
+            self.context.shared_inputs.draw_seeds(blocks.call)
+            if not torch.compiler.is_compiling():
+                carry_calls(self.checkpointing())
+        active, collector = self.active(), self.context.collector
+        if not active and collector is None:
+            return
+        blocks.arguments = {name: self._argument(name, args, kwargs) for name in ARGUMENTS}
+        blocks.arguments["labels"] = blocks.call.labels if collector is None else collector.labels
+        tokens = blocks.arguments["input_ids"]
+        tokens = blocks.arguments["inputs_embeds"] if tokens is None else tokens
+        deciding = [name for name, config in active.items() if _decides_for_rows(config, blocks.call)]
+        if deciding:
+            width = None if tokens is None else int(tokens.shape[1])
+            blocks.kept = self._kept_decisions(blocks, width, deciding[0])
+        for name, config in active.items():
+            if config.uses_centers:
+                self._require_centers(name, config, blocks.staging)
+                if blocks.staging and self.schedule.begin(name, config, self.layers(name), self.context):
+                    blocks.statistics = True
+        if not torch.compiler.is_compiling():  # a compiled graph would be made again for every new number
+            blocks.commits = self.schedule.commits
+        if tokens is not None and collector is None:
+            self._look_ahead(blocks, active, (int(tokens.shape[0]), int(tokens.shape[1])), tokens.device)
+
+    def open(self) -> BlocksCall:
+        """A call of these blocks inside the model's, or in one of its own where the blocks are entered directly."""
+        call = calls_of(self.context)
+        if call is None:
+            call = self.context.open()
+        here = running()
+        nested = here.blocks is not None and here.blocks.call is call and here.blocks.blocks is not self
+        outer = here.blocks if nested else None
+        here.blocks = BlocksCall(call, self, outer=outer, traced=torch.compiler.is_compiling())
+        return here.blocks
+
+    def close(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Runs after a forward that raises, too: what it staged is let go."""
+        blocks = running().blocks
+        if blocks is None or blocks.blocks is not self:
+            return
+        running().blocks = blocks.outer
+        if not blocks.call.entered and not blocks.call.wrapped and running().blocks is None:
+            self.context.close(blocks.call)  # the blocks were entered directly and had opened it
+        if blocks.staging and not torch.compiler.is_compiling():
+            for name in self.active():
+                self.schedule.abandon(name, self.layers(name))
+
+    def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Runs after a forward that has finished."""
+        blocks = running().blocks
+        if blocks is None or blocks.blocks is not self:
+            return
+        if blocks.staging:
+            for adapter, tokens in blocks.counted:
+                adapter.count_tokens(tokens)
+            for name, config in self.active().items():
+                if config.uses_centers:
+                    self.schedule.finish(name, self.layers(name), blocks.statistics)
+        if blocks.fresh and blocks.kept is None:
+            cache = getattr(output, "past_key_values", None)
+            if cache is not None:
+                setattr(cache, KEPT, (blocks.call.generation, blocks.fresh))
+
+    def _look_ahead(
+        self, blocks: BlocksCall, active: dict[str, MonkeyJumpConfig], shape: tuple[int, int], device: torch.device
+    ) -> None:
+        """Make what all blocks ask for, here: a compiled block only looks it up."""
+        for name, config in active.items():
+            if config.uses_centers and not (config.granularity == "sequence" and blocks.kept is not None):
+                blocks.selection(name, config, shape, device)
+            if not config.uses_centers and (blocks.staging or self.context.trace is not None):
+                blocks.real_tokens(shape, device)
+
+    def _argument(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        position = self._parameters.index(name) if name in self._parameters else len(args)
+        return args[position] if position < len(args) else None
+
+    def _kept_decisions(self, blocks: BlocksCall, width: int | None, adapter_name: str) -> Decisions | None:
+        """The decisions that the cached keys and values were made with; None for a new prompt.
+
+        A decision is made at the end of the whole prompt. Where only a part of it is here, or an earlier decision is in
+        the cache, no forward gives what one prefill would: that is refused.
+        """
+        cache, generation = blocks.arguments["past_key_values"], blocks.call.generation
+        kept = getattr(cache, KEPT, None)
+        if torch.compiler.is_compiling():  # the prefill settled it; a counter in a guard would recompile every time
+            return None if kept is None else kept[1]
+        past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        prompt = None if generation is None else generation.prompt_width
+        if past == 0:
+            if prompt is not None and width is not None and width < prompt:
+                raise self._refusal(adapter_name, f"a prompt of {prompt} tokens comes in parts (prefill_chunk_size)")
+            return None
+        if kept is None:
+            raise self._refusal(adapter_name, f"the cache holds {past} tokens of a forward without that decision")
+        if generation is None and width == 1:
+            return kept[1]
+        if generation is None:
+            raise self._refusal(adapter_name, f"{width} tokens follow a cache of {past}: they may belong to the prompt")
+        if kept[0] is not generation:
+            raise self._refusal(adapter_name, f"the cache of {past} tokens was made for an earlier prompt")
+        if prompt is not None and past < prompt:
+            raise self._refusal(adapter_name, f"a prompt of {prompt} tokens comes in parts (prefill_chunk_size)")
+        return kept[1]
+
+    @staticmethod
+    def _refusal(adapter_name: str, reason: str) -> ConfigError:
+        return ConfigError(
+            f"adapter {adapter_name!r} routes whole sequences by the end of the prompt, but {reason}: give the whole "
+            "prompt, or the whole conversation, in one forward without past_key_values, or use granularity='token'."
+        )
+
+    def _require_centers(self, name: str, config: MonkeyJumpConfig, staging: bool) -> None:
+        if name in self.initialized or torch.compiler.is_compiling():
+            return
+        if int(self.layers(name)[0].monkeyjump_step[name]) != UNINITIALIZED:
+            blank = sum(not layer.monkeyjump_center[name].any() for layer in self.layers(name))
+            if blank:  # Transformers' own loader only prints which tensors a checkpoint lacks
+                raise ConfigError(
+                    f"{blank} of the centres of adapter {name!r} are missing although its schedule has started: the "
+                    "checkpoint it was loaded from is incomplete; save it again, or call initialize_centers."
+                )
+            self.initialized.add(name)
+        elif staging or config.inference_mode:
+            raise ConfigError(
+                f"the centres of adapter {name!r} are not initialised (center_init={config.center_init!r}): call "
+                "monkeyjump.initialize_centers(model, dataloader) before training, or give the Trainer a "
+                "MonkeyJumpCallback()."
+            )
+
+
+def _decides_for_rows(config: MonkeyJumpConfig, call: ModelCall) -> bool:
+    """Whether an adapter decides once for a whole row, by its prompt."""
+    by_prompt = config.placement == "nested" and call.task_ids is None
+    return by_prompt or (config.uses_centers and config.granularity == "sequence")

@@ -1,0 +1,201 @@
+"""The objects of one forward.
+
+| object | made | holds |
+|---|---|---|
+| `ModelCall` | when the model is entered | labels, task ids, prompt ends, seeds, outputs made ahead of their turn |
+| `BlocksCall` | when the stack of blocks is entered | the mask, the decisions, the gates of the block that runs |
+| `Generation` | by `generate` | where the prompt ends; every forward inside belongs to it |
+
+The calls in progress are known to their thread, never to the model: threads do not see each other's gates, and a
+forward that raises, or is interrupted, leaves nothing behind. A recomputation under gradient checkpointing runs inside
+the call of its forward, wherever and whenever it happens (`recomputation.py`). The holder is `threading.local` and not
+a context variable because torch.compile can trace the first and not the second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from monkeyjump.routing.granularity import CallInputs, Selection, packed_mask, segments_of, select
+from monkeyjump.tuner.block_inputs import expanded_rows, real_tokens
+
+if TYPE_CHECKING:
+    from monkeyjump.config import MonkeyJumpConfig
+    from monkeyjump.tuner.block_list import BlockList
+    from monkeyjump.tuner.context import RoutingContext
+    from monkeyjump.tuner.fast.shared_inputs import Seeds, SharedInput
+
+Decisions = dict[tuple[str, str], torch.Tensor]  # (router, adapter name) -> what was decided for each row
+
+
+@dataclass(eq=False)
+class Generation:
+    """One call of `generate`."""
+
+    prompt_width: int | None  # padded; None where the prompt goes into an encoder
+    task_ids: torch.Tensor | None = None
+    prompt_lengths: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class MadeAhead:
+    """Outputs of projections that read the same tensor, made by the first of them for the others."""
+
+    group: SharedInput
+    x: torch.Tensor
+    version: int
+    outputs: dict[int, torch.Tensor]
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """What the top of the model was told in one forward."""
+
+    context: RoutingContext
+    labels: torch.Tensor | None = None
+    task_ids: torch.Tensor | None = None
+    prompt_lengths: torch.Tensor | None = None
+    generation: Generation | None = None
+    outer: ModelCall | None = None  # the call this one was made in
+    wrapped: bool = False  # whether it was opened by PEFT's wrapper, which then closes it
+    entered: bool = False  # whether the base model has been entered; if not, PEFT's wrapper or the blocks opened it
+    seeds: Seeds | None = None  # of the dropout masks, one for each group of shared inputs
+    ahead: MadeAhead | None = None
+
+
+@dataclass(eq=False)
+class BlocksCall:
+    """What the blocks of one list share in one forward."""
+
+    call: ModelCall
+    blocks: BlockList
+    arguments: dict[str, Any] = field(default_factory=dict)
+    staging: bool = False  # whether this is a training forward, and not its recomputation
+    statistics: bool = False  # whether the sums that move the centres are taken
+    recomputing: bool = False
+    outer: BlocksCall | None = None
+    alone: bool = False  # whether a block was called by itself, outside its stack
+    traced: bool = False  # whether a compiler sees the whole stack
+    commits: int = 0  # how often the centres had been moved when it was opened
+    kept: Decisions | None = None  # made by an earlier forward of the same generation
+    fresh: Decisions = field(default_factory=dict)  # made by this forward
+    gates_of: Decisions = field(default_factory=dict)  # of a training forward, for its recomputation
+    counted: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
+    selections: dict[tuple, Selection] = field(default_factory=dict)
+    masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    # of the block that runs
+    shape: tuple[int, int] = (0, 0)
+    gates: dict[str, torch.Tensor] = field(default_factory=dict)  # by adapter name
+    mask: torch.Tensor | None = None  # real tokens, for learned routers
+    slots: Any = None  # MixLoRA: the copies of the rows
+    tasks: dict[str, Any] = field(default_factory=dict)  # MoRE: the tasks of the rows, by adapter name
+    queries: torch.Tensor | None = None  # MoA: what its prompt reads
+
+    def again(self) -> BlocksCall:
+        """The same call for a recomputation: nothing is staged, and what blocks leave is left elsewhere."""
+        again = replace(self, staging=False, statistics=False, recomputing=True, outer=None)
+        again.fresh, again.gates, again.tasks = {}, {}, {}
+        again.mask = again.slots = again.queries = None
+        return again
+
+    def real_tokens(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor | None:
+        """[B, T] True on the real tokens of this forward; None = all."""
+        if shape not in self.masks:
+            mask = self.inputs(shape, device).mask
+            self.masks[shape] = None if mask is None else mask.to(device)
+        return self.masks[shape]
+
+    def selection(self, adapter_name: str, config: MonkeyJumpConfig, shape: Any, device: torch.device) -> Selection:
+        """Which tokens decide for this adapter, and for whom."""
+        key = (adapter_name, int(shape[0]), int(shape[1]))
+        if key not in self.selections:
+            inputs = self.inputs(key[1:], device)
+            self.selections[key] = select(inputs, config.granularity, config.sequence_token)
+        return self.selections[key]
+
+    def inputs(self, shape: tuple[int, int], device: torch.device) -> CallInputs:
+        """The arguments of this forward in the form that selection understands."""
+        context, arguments, generation = self.call.context, self.arguments, self.call.generation
+        width = None if generation is None else generation.prompt_width
+        mask = real_tokens(arguments.get("attention_mask"), shape)
+        seq_idx, positions = arguments.get("seq_idx"), arguments.get("position_ids")
+        if mask is not None or arguments.get("past_key_values") is not None or width:
+            positions = None  # they tell of packing only where Transformers reads them so: no mask, no cache
+        segments = segments_of(positions, seq_idx)
+        if segments is not None and segments.shape != shape:
+            segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
+        packed = packed_mask(seq_idx) if segments is not None else None
+        if packed is not None:
+            mask = packed if mask is None else mask & packed
+        labels, lengths = arguments.get("labels"), self.call.prompt_lengths
+        has_answers = context.causal and (labels is None or labels.shape == shape)
+        per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])
+        # all but the first token of what decodes an encoder's states is the answer
+        decodes = context.encoder_decoder and arguments.get("encoder_hidden_states") is not None
+        return CallInputs(
+            shape=shape,
+            device=device,
+            mask=mask,
+            labels=labels if has_answers else None,
+            prompt_lengths=expanded_rows(lengths, shape[0]) if lengths is not None and per_row else None,
+            segments=segments,
+            generated_from=1 if decodes else width,
+            training=self.staging and has_answers,
+        )
+
+
+@dataclass(eq=False)
+class Running:
+    """The calls in progress in one thread."""
+
+    call: ModelCall | None = None
+    blocks: BlocksCall | None = None
+    generation: Generation | None = None
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:  # runs once in every thread
+        self.running = Running()
+
+
+_threads = _Threads()
+
+
+def running() -> Running:
+    """Those of this thread. What is written to them goes to a plain object: torch.compile loses writes to a local."""
+    return _threads.running
+
+
+@contextmanager
+def inside(call: ModelCall, blocks: BlocksCall | None) -> Iterator[None]:
+    """Run in a call again, in whatever thread this is."""
+    here = running()
+    before = here.call, here.blocks
+    here.call, here.blocks = call, blocks
+    try:
+        yield
+    finally:
+        here.call, here.blocks = before
+
+
+@contextmanager
+def belonging_to(generation: Generation) -> Iterator[None]:
+    """Every forward of this thread inside goes on with the same prompt."""
+    here = running()
+    around, here.generation = here.generation, generation
+    try:
+        yield
+    finally:
+        here.generation = around
+
+
+def calls_of(context: RoutingContext) -> ModelCall | None:
+    """The forward of this model that runs in this thread, if one does."""
+    call = running().call
+    return call if call is not None and call.context is context else None

@@ -1,0 +1,244 @@
+"""Where centres come from: one pass over the frozen model, a uniform sample of its tokens, k-means in every block."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.ops import reference as ops
+from monkeyjump.routing.kmeans import spherical_kmeans
+from monkeyjump.tuner.centers.sample import TokenCollector, collect
+
+if TYPE_CHECKING:
+    from monkeyjump.tuner.context import RoutingContext
+    from monkeyjump.tuner.routers.base import BlockRouter
+
+# Bytes of fp32 states that are clustered together; more blocks at once only save kernel launches.
+CLUSTERED_AT_ONCE = 2**30
+
+
+@dataclass
+class CalibrationReport:
+    """What the initialisation saw, for people and for tests."""
+
+    adapter: str
+    method: str
+    tokens_read: int
+    tokens_kept: int
+    shares: dict[str, list[float]]  # block -> share of the sampled tokens nearest to each centre
+
+    @property
+    def indistinct(self) -> list[str]:
+        """Blocks where some centre is nearest to no token: the states entering them have too few directions.
+
+        Sequence routing meets this at block 0 whenever every prompt ends with the same token.
+        """
+        return [block for block, shares in self.shares.items() if 0 in shares]
+
+
+def initialize_centers(
+    model: nn.Module,
+    dataloader: Iterable[Any] | None = None,
+    num_tokens: int | None = None,
+    seed: int = 0,
+    *,
+    adapter_name: str | None = None,
+    restarts: int = 10,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Give every routed projection its centre, as the adapter's `center_init` says.
+
+    Reads batches (dicts of tensors, labels optional) until four times `num_tokens` real tokens have passed or the data
+    ends, keeps a uniform sample of `num_tokens` of them (default: the config's `init_tokens`), and clusters it block by
+    block. Give it shuffled data. Adapters are off during the pass, so the states are those of the frozen model;
+    training mode and random state are as before afterwards. On several ranks all end with the centres of rank 0.
+    """
+    from monkeyjump.tuner.model import require_context
+
+    context = require_context(model)
+    name, config = _adapter_to_initialize(context, adapter_name)
+    if (
+        config.center_init.startswith("random")
+        and config.center_init != "random_tokens"
+        and config.route_space == "raw"
+    ):
+        draw_random_centers(context, name, seed)
+        return CalibrationReport(name, config.center_init, 0, 0, {})
+    if dataloader is None:
+        raise ConfigError(
+            f"initialize_centers needs data for center_init={config.center_init!r}: pass any iterable of batches."
+        )
+    collector = TokenCollector(name, config, num_tokens or config.init_tokens, seed)
+    collect(model, context, collector, dataloader, progress)
+    routers = [router for router in context.routers() if name in router.layers]
+    _check_sample(collector, routers)
+    found = []
+    with tqdm(total=len(routers), desc=f"{config.center_init} centres", unit="block", disable=not progress) as bar:
+        for chunk in _chunks(routers, collector):
+            found += _centers_of(chunk, collector, seed, restarts)
+            bar.update(len(chunk))
+    for router, (centers, mean, _) in zip(routers, found, strict=True):
+        _set_centers(router, name, centers, mean)
+    reservoirs = collector.reservoirs.values()
+    return CalibrationReport(
+        adapter=name,
+        method=config.center_init,
+        tokens_read=max(r.seen for r in reservoirs),
+        tokens_kept=max(len(r) for r in reservoirs),
+        shares={router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)},
+    )
+
+
+def centers_initialized(model: nn.Module, adapter_name: str) -> bool:
+    """Whether an adapter's centres are in place (an adapter that routes by task, or not at all, needs none)."""
+    from monkeyjump.tuner.model import require_context
+
+    layers = [layer for blocks in require_context(model).lists.values() for layer in blocks.layers(adapter_name)]
+    return all(
+        int(layer.monkeyjump_step[adapter_name]) >= 0 for layer in layers if adapter_name in layer.monkeyjump_step
+    )
+
+
+def draw_random_centers(context: RoutingContext, adapter_name: str, seed: int) -> None:
+    """Centres drawn from N(0, 1), on the unit sphere for `random_normalized`; a function of seed and module alone."""
+    for router in context.routers():
+        if adapter_name in router.layers:
+            centers = _random_centers(router, adapter_name, seed)
+            _set_centers(router, adapter_name, centers, None)
+
+
+def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> torch.Tensor:
+    layers = router.layers[adapter_name]
+    width = layers[0].monkeyjump_center[adapter_name].shape[0]
+    centers = torch.randn(len(layers), width, generator=_generator(router, seed))
+    if router.configs[adapter_name].center_init == "random_normalized":
+        centers = torch.nn.functional.normalize(centers, dim=-1)
+    return centers
+
+
+def _adapter_to_initialize(context: RoutingContext, adapter_name: str | None) -> tuple[str, MonkeyJumpConfig]:
+    known = {name: config for router in context.routers() for name, config in router.configs.items()}
+    if adapter_name is None:
+        active = {name for blocks in context.lists.values() for name in blocks.active()}
+        adapter_name = next((name for name in known if name in active), next(iter(known), None))
+    if adapter_name not in known:
+        raise ConfigError(
+            f"adapter {adapter_name!r} routes no block of this model; routed adapters: {', '.join(known) or 'none'}."
+        )
+    if not known[adapter_name].uses_centers:
+        raise ConfigError(f"adapter {adapter_name!r} routes by task and has no centres: nothing to initialise.")
+    return adapter_name, known[adapter_name]
+
+
+def _check_sample(collector: TokenCollector, routers: list[BlockRouter]) -> None:
+    if not collector.reservoirs or all(len(r) == 0 for r in collector.reservoirs.values()):
+        raise ConfigError("the dataloader gave no real token: it is empty, or every token is masked.")
+    problems = []
+    for router in routers:
+        if router.path not in collector.tokens:
+            problems.append(f"block {router.path!r} never ran on this data, so it has no tokens to place centres by.")
+            continue
+        sample, experts = collector.sample(router), len(router.layers[collector.adapter_name])
+        if sample.shape[0] < experts:
+            what = "sequences" if collector.config.granularity == "sequence" else "tokens"
+            problems.append(
+                f"block {router.path!r} has {experts} routed projections but only {sample.shape[0]} {what} were found: "
+                "give initialize_centers more data."
+            )
+        bad = int((~torch.isfinite(sample).all(-1)).sum())
+        if bad:
+            problems.append(
+                f"{bad} of {sample.shape[0]} states entering block {router.path!r} are NaN or infinite: the model "
+                f"overflows in {sample.dtype}; load it in bfloat16 or float32."
+            )
+    if problems:
+        raise ConfigError(problems[:8], title="centres cannot be initialised")
+
+
+def _chunks(routers: list[BlockRouter], collector: TokenCollector) -> Iterator[list[BlockRouter]]:
+    """Consecutive blocks that can be clustered together: same sample, width and number of experts, bounded memory."""
+    chunk: list[BlockRouter] = []
+    for router in routers:
+        sample = collector.sample(router)
+        most = max(1, CLUSTERED_AT_ONCE // (sample.numel() * 4))
+        if chunk and (len(chunk) >= most or not _stackable(chunk[0], router, collector)):
+            yield chunk
+            chunk = []
+        chunk.append(router)
+    yield chunk
+
+
+def _stackable(one: BlockRouter, other: BlockRouter, collector: TokenCollector) -> bool:
+    a, b, name = collector.sample(one), collector.sample(other), collector.adapter_name
+    same_device = (
+        one.layers[name][0].monkeyjump_center[name].device == other.layers[name][0].monkeyjump_center[name].device
+    )
+    return a.shape == b.shape and len(one.layers[name]) == len(other.layers[name]) and same_device
+
+
+def _centers_of(
+    routers: list[BlockRouter], collector: TokenCollector, seed: int, restarts: int
+) -> list[tuple[torch.Tensor, torch.Tensor | None, list[float]]]:
+    """For each block: centres [E, D], mean direction or None, share of the sample nearest to each centre."""
+    config, name = collector.config, collector.adapter_name
+    experts = len(routers[0].layers[name])
+    h_LND = torch.stack([collector.sample(router) for router in routers])
+    h_LND = h_LND.to(routers[0].layers[name][0].monkeyjump_center[name].device)
+    means: list[torch.Tensor | None] = [None] * len(routers)
+    if config.route_space == "centered":
+        means = [ops.features(h, None, normalize=True).mean(0) for h in h_LND]
+        h_LND = torch.stack([ops.features(h, mean, normalize=False) for h, mean in zip(h_LND, means, strict=True)])
+    if config.center_init == "kmeans":
+        result = spherical_kmeans(h_LND, experts, seed=seed, restarts=restarts)
+        centers = result.centers if config.ema_space == "normalized" else result.centers * result.mean_norms[..., None]
+    else:
+        centers = torch.stack([_drawn(router, h, collector, seed) for router, h in zip(routers, h_LND, strict=True)])
+    found = []
+    for h, center, mean in zip(h_LND, centers, means, strict=True):
+        u = ops.features(h, None, normalize=config.ema_space == "normalized")
+        nearest = ops.similarity_logits(u, center, config.similarity).argmax(-1)
+        shares = torch.bincount(nearest, minlength=experts) / nearest.shape[0]
+        found.append((center, mean, shares.tolist()))
+    return found
+
+
+def _drawn(router: BlockRouter, h: torch.Tensor, collector: TokenCollector, seed: int) -> torch.Tensor:
+    """Centres that are random tokens of the sample, or random vectors."""
+    if collector.config.center_init != "random_tokens":
+        return _random_centers(router, collector.adapter_name, seed).to(h.device)
+    rows = torch.randperm(h.shape[0], generator=_generator(router, seed))[: len(router.layers[collector.adapter_name])]
+    return ops.features(h[rows.to(h.device)], None, normalize=collector.config.ema_space == "normalized")
+
+
+def _generator(router: BlockRouter, seed: int) -> torch.Generator:
+    """Random numbers that depend on the seed and the block's name alone, not on the order of blocks or processes."""
+    return torch.Generator().manual_seed(zlib.crc32(router.path.encode()) + 2**32 * seed)
+
+
+@torch.no_grad()
+def _set_centers(router: BlockRouter, name: str, centers: torch.Tensor, mean: torch.Tensor | None) -> None:
+    """Write the centres and start the schedule at zero."""
+    for layer, center in zip(router.layers[name], centers, strict=True):
+        layer.monkeyjump_center[name].copy_(_same_on_all_ranks(center.to(layer.monkeyjump_center[name].device)))
+        if mean is not None:
+            layer.monkeyjump_mean[name].copy_(_same_on_all_ranks(mean.to(layer.monkeyjump_mean[name].device)))
+        layer.monkeyjump_staged_sum[name].zero_()
+        layer.monkeyjump_staged_count[name].zero_()
+        layer.monkeyjump_step[name].zero_()
+    router.blocks.initialized.add(name)
+
+
+def _same_on_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        tensor = tensor.contiguous()
+        distributed.broadcast(tensor, src=0)
+    return tensor

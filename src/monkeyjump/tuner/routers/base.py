@@ -1,0 +1,152 @@
+"""One block: where it is entered, its router makes gates, which its projections then read.
+
+Shapes: B batch, T tokens, D hidden width, E routed projections of the block, G gates of one projection.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.ops.lowrank import GateColumns
+from monkeyjump.tuner.block_inputs import expanded_rows, hidden_states
+from monkeyjump.tuner.call import BlocksCall, running
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.placement import Block
+from monkeyjump.tuner.recomputation import refuse_unknown_recomputation
+
+if TYPE_CHECKING:
+    from monkeyjump.tuner.block_list import BlockList
+
+
+class BlockRouter:
+    """The gates of one block, for every adapter that routes it."""
+
+    def __init__(self, blocks: BlockList, block: Block, module: nn.Module) -> None:
+        self.blocks = blocks
+        self.key = block.key
+        self.path = block.path
+        self.names: dict[str, tuple[str, ...]] = {}  # adapter name -> its experts, in order
+        self.configs: dict[str, MonkeyJumpConfig] = {}
+        self.layers: dict[str, list[MonkeyJumpLayer]] = {}
+        self._handles = [
+            module.register_forward_pre_hook(self.before, with_kwargs=True),
+            module.register_forward_hook(self.after),
+        ]
+
+    def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
+        self.names[adapter_name] = block.names
+        self.configs[adapter_name] = config
+        self.layers[adapter_name] = layers
+        for position, layer in enumerate(layers):
+            layer.routers[adapter_name] = (self, position)
+
+    def forget(self, adapter_name: str) -> None:
+        for table in (self.names, self.configs, self.layers):
+            table.pop(adapter_name, None)
+        self.blocks.initialized.discard(adapter_name)
+
+    def active(self) -> list[str]:
+        return [
+            name
+            for name, layers in self.layers.items()
+            if name in layers[0].active_adapters and not layers[0].disable_adapters and not layers[0].merged
+        ]
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Where the block is entered: the decision of every active adapter."""
+        active = self.active()
+        if active or self.collects():
+            call = self.call()
+            h = hidden_states(args, kwargs, self.path)
+            call.shape = (h.shape[0], h.shape[1])
+            self.decide(active, h, module.training, call)
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        call = running().blocks
+        if call is not None:
+            for name in self.layers:
+                call.gates.pop(name, None)
+            if call.alone:
+                self.blocks.close(module, args, output)
+
+    def collects(self) -> bool:
+        """Whether the states that enter the block are wanted even while no adapter is active."""
+        return False
+
+    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+        """Put the gates of the active adapters for the states h [B, T, D] into the call."""
+        raise NotImplementedError
+
+    def call(self) -> BlocksCall:
+        """The call of the stack of blocks that runs in this thread; one of its own for a block called by itself."""
+        call = running().blocks
+        if call is None or call.blocks is not self.blocks:
+            refuse_unknown_recomputation(self.path)
+            call = self.blocks.open()
+            call.alone = True
+        return call
+
+    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+        """The gate of the tokens of x, [..., 1]."""
+        return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
+
+    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> GateColumns | list[torch.Tensor]:
+        """The gates of projections that read the same x, as columns of one tensor where they are."""
+        wide = self._fitted(self._gates_of(adapter_name), x, adapter_name, positions[0])
+        return GateColumns(wide, tuple(positions), 1)
+
+    def observes(self, adapter_name: str) -> bool:
+        """Whether `observe` wants to see the projections of this adapter."""
+        return False
+
+    def observe(
+        self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
+    ) -> None:
+        """Called after a routed projection, with its input, frozen output and gate: for losses on what experts do."""
+
+    def _gates_of(self, adapter_name: str) -> torch.Tensor:
+        call = running().blocks
+        if call is None or adapter_name not in call.gates:
+            raise self._outside()
+        return call.gates[adapter_name]
+
+    def _outside(self) -> RuntimeError:
+        return RuntimeError(
+            f"a routed projection of block {self.path!r} ran outside its block: call the whole block, which computes "
+            "the gates."
+        )
+
+    def _fitted(self, gate: torch.Tensor, x: torch.Tensor, adapter_name: str, position: int) -> torch.Tensor:
+        """Gates [B, T or 1, G] in the leading shape of x: [..., G]."""
+        shape = self.call().shape
+        if x.dim() == 2 and gate.dim() == 3:  # a module that flattens its tokens
+            gate = gate.expand(*shape, -1).reshape(-1, gate.shape[-1])
+        rows_only = gate.dim() == 3 and gate.shape[1] == 1 and x.shape[0] == gate.shape[0]
+        if x.shape[:-1] != gate.shape[:-1] and not rows_only:
+            expert = self.names[adapter_name][position]
+            raise ConfigError(
+                f"projection {expert!r} of block {self.path!r} sees tokens of shape {tuple(x.shape[:-1])}, but the "
+                f"block was entered by {tuple(shape)}: it cannot be routed token by token. Add it to "
+                "shared_modules, or use granularity='sequence' or 'task'."
+            )
+        return gate.to(x.device)
+
+    def _task_ids(self, call: BlocksCall, h: torch.Tensor) -> torch.Tensor | None:
+        """The task of every row of h [B, 1], or of every token of packed rows [B, T]; None where nobody has told."""
+        if call.call.task_ids is None:
+            return None
+        task_ids = call.call.task_ids.reshape(-1).to(h.device)
+        seq_idx = call.arguments.get("seq_idx")
+        if seq_idx is not None:  # packed: one id per sequence of the row
+            return task_ids[seq_idx.clamp_min(0).long()]
+        rows = expanded_rows(task_ids, h.shape[0])
+        if rows.shape[0] != h.shape[0]:
+            raise ConfigError(
+                f"task_ids has {rows.shape[0]} entries for a batch of {h.shape[0]} rows: give one per row."
+            )
+        return rows.unsqueeze(1)
