@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest._code import Source
 from _pytest.mark import ParameterSet
 from peft import LoraConfig, VeraConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.tuner.layer import MonkeyJumpLayer
 from tests.peft_suite import configs
 from tests.peft_suite.differences import Difference, load
 
@@ -90,9 +93,13 @@ def _with_task_ids(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
 
 @pytest.fixture(autouse=True)
 def monkeyjump_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a test that makes its own `LoraConfig`, ours stands in for it; other fixtures make theirs after this one."""
+    """In a test that makes its own `LoraConfig`, ours stands in for it; other fixtures make theirs after this one.
+
+    So does our layer where the test counts the layers of PEFT's LoRA.
+    """
     if hasattr(request, "param"):
         monkeypatch.setattr(request.module, "LoraConfig", request.param)
+        monkeypatch.setattr(request.module, "LoraLayer", MonkeyJumpLayer, raising=False)
 
 
 class Swap:
@@ -230,8 +237,13 @@ class Judge:
 
 def _statement(failure: pytest.ExceptionInfo) -> str:
     """The line of PEFT's tests that failed: most of their assertions have no message."""
-    lines = [str(entry.statement) for entry in failure.traceback if PACKAGE in str(entry.path)]
-    return lines[-1].strip() if lines else ""
+    places = [(str(entry.path), entry.lineno) for entry in failure.traceback if PACKAGE in str(entry.path)]
+    return _statement_at(*places[-1]) if places else ""
+
+
+@functools.cache  # finding the ends of a statement parses its whole file, up to 0.3 s of the largest
+def _statement_at(path: str, line: int) -> str:
+    return str(Source(Path(path).read_text(encoding="utf-8")).getstatement(line)).strip()
 
 
 def _one_line(error: str) -> str:
