@@ -60,6 +60,7 @@ BAD: dict[str, tuple[list[Any], str, str]] = {
     "init_tokens": ([0], "an integer >= 1", "50000"),
     "layers_to_route": ([[-1], ["a"]], "block numbers >= 0", "count blocks from 0"),
     "layers_to_transform": ([[-2], -1], "block numbers >= 0", "count blocks from 0"),
+    "layers_pattern": (["layers", ["h", "layers"]], "has no effect without layers_to_transform", "or take it out"),
     "task_experts": ([[], [-1], ["q"]], "one expert position >= 0 per task id", "e.g."),
 }  # fmt: skip
 # the settings that read an option, then as for fields

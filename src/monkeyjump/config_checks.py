@@ -23,6 +23,7 @@ def config_problems(config: MonkeyJumpConfig) -> list[str]:
         *value_problems({name: getattr(config, name) for name in known}, known),
         *_adapter_problems(config),
         *_module_problems(config),
+        *_layer_problems(config),
         *_routing_problems(config),
         *_mixture_problems(config),
     ]
@@ -68,10 +69,20 @@ def _module_problems(config: MonkeyJumpConfig) -> list[str]:
                 f"shared_modules={shared} holds every target, so nothing is left to route: "
                 "take at least one out, or set layers_to_route=[] for adapters that are always on."
             )
-    if isinstance(targets, str) and config.layers_to_transform is not None:
+    return found
+
+
+def _layer_problems(config: MonkeyJumpConfig) -> list[str]:
+    found = []
+    if isinstance(config.target_modules, str) and config.layers_to_transform is not None:
         found.append(
             f"layers_to_transform={config.layers_to_transform} has no effect on a target_modules pattern: "
             "list module names, or put the block numbers into the pattern."
+        )
+    if config.layers_pattern and config.layers_to_transform is None:
+        found.append(
+            f"layers_pattern={config.layers_pattern!r} has no effect without layers_to_transform: "
+            "give the block numbers, or take it out."
         )
     for name in ("layers_to_transform", "layers_to_route"):
         value = getattr(config, name)

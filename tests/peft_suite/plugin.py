@@ -217,22 +217,30 @@ class Judge:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.section("PEFT's tests on our methods")
-        terminalreporter.line(f"{'file':32} {'method':16} {'passed':>7} {'different':>9} {'skipped':>7} {'failed':>6}")
-        for (file, method), table in sorted(self.counts.items()):
-            columns = [table[name] for name in ("passed", "different", "skipped", "failed")]
-            terminalreporter.line(f"{file:32} {method:16} {columns[0]:7} {columns[1]:9} {columns[2]:7} {columns[3]:6}")
-        for error, tests in sorted(self.unexplained.items(), key=lambda group: -len(group[1])):
-            terminalreporter.line(f"{len(tests)} unexplained: {error}", red=True)
-            for test in tests[:3]:
-                terminalreporter.line(f"    {test}")
         for entry, count in self.hits.most_common():
-            terminalreporter.line(f"{count:6} different: {entry.reason}")
+            terminalreporter.line(f"{count:6} intended: {entry.reason}")
         for entry in self.differences:
             expected = self.tried[entry] > 0 and (self.whole or entry.tests != "*")
             if expected and not self.hits[entry]:
                 terminalreporter.line(
                     f"listed, but nothing fails so any more: {entry.tests} {entry.error}", yellow=True
                 )
+        for line in _table(self.counts):
+            terminalreporter.line(line)
+        for error, tests in sorted(self.unexplained.items(), key=lambda group: -len(group[1])):
+            terminalreporter.line(f"{len(tests)} unexplained: {error}", red=True)
+            for test in tests[:3]:
+                terminalreporter.line(f"    {test}")
+
+
+def _table(counts: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
+    """One line for every method and file, and their sum; pytest's word for an unexplained failure is failed."""
+    outcomes = {"passed": "passed", "different": "intended", "skipped": "skipped", "failed": "unexplained"}
+    yield " ".join([f"{'method':16} {'file':26}", *(f"{title:>11}" for title in outcomes.values())])
+    rows = [((method, file.removeprefix("test_")), row) for (file, method), row in counts.items()]
+    total = sum((row for _, row in rows), Counter())
+    for (method, file), row in [*sorted(rows), (("all", "all"), total)]:
+        yield " ".join([f"{method:16} {file:26}", *(f"{row[outcome]:11}" for outcome in outcomes)])
 
 
 def _statement(failure: pytest.ExceptionInfo) -> str:
