@@ -36,6 +36,10 @@ EXPERTS: dict[str, Any] = {
     **{**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2},
     "moe_intermediate_size": 16,
 }
+HYBRID: dict[str, Any] = {
+    **{**GROUPED, "head_dim": 8, "layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 4, "n_groups": 2},
+}
 
 # hub name -> (class of the saved model, settings of its configuration)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +74,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "google/flan-t5-small": ("T5ForConditionalGeneration", T5),
     "peft-internal-testing/tiny-random-BartForConditionalGeneration": ("BartForConditionalGeneration", BART),
     "peft-internal-testing/tiny-clip-text-2": ("CLIPTextModelWithProjection", {**SMALL, "projection_dim": 16}),
+    "tiiuae/falcon-mamba-tiny-dev": ("FalconMambaForCausalLM", {**SMALL, "state_size": 4}),
+    "trl-internal-testing/tiny-NemotronHForCausalLM-nano": ("NemotronHForCausalLM", HYBRID),
     "hf-internal-testing/Mixtral-tiny": ("MixtralForCausalLM", EXPERTS),
     "hf-internal-testing/tiny-qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS),
     "trl-internal-testing/tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", EXPERTS),
