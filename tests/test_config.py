@@ -19,7 +19,7 @@ def test_the_defaults_are_the_papers() -> None:
     paper = {
         "adapter": "lora", "r": 2, "alpha": 5.0, "dropout": 0.05, "top_k": 2, "temperature": 1.0,
         "similarity": "cosine", "renormalize": False, "jitter": 0.0, "granularity": "token",
-        "sequence_token": "prompt", "route_space": "raw", "center_init": "kmeans", "init_tokens": 50_000,
+        "sequence_token": "prompt", "route_space": "raw", "center_init": "kmeans", "init_tokens": None,
         "ema_momentum": 0.5, "ema_interval": 2, "ema_stop": 5_000, "ema_assign": "topk", "ema_space": "normalized",
     }  # fmt: skip
     assert {name: getattr(config, name) for name in paper} == paper
@@ -58,10 +58,17 @@ BAD: dict[str, tuple[list[Any], str, str]] = {
     "ema_interval": ([0, -1], "an integer >= 1", "after every training forward"),
     "ema_stop": ([-1, 0.5], "an integer >= 0", "never moves the centres"),
     "init_tokens": ([0], "an integer >= 1", "50000"),
-    "layers_to_route": ([[-1], ["a"]], "block numbers >= 0", "count blocks from 0"),
-    "layers_to_transform": ([[-2], -1], "block numbers >= 0", "count blocks from 0"),
-    "layers_pattern": (["layers", ["h", "layers"]], "has no effect without layers_to_transform", "or take it out"),
-    "task_experts": ([[], [-1], ["q"]], "one expert position >= 0 per task id", "e.g."),
+    "layers_to_route": ([[-1], ["a"], 0.5, True], "block numbers >= 0", "count blocks from 0"),
+    "layers_to_transform": ([[-2], -1, "", {}], "block numbers >= 0", "count blocks from 0"),
+    "task_experts": ([[], [-1], ["q"], 1], "one expert position >= 0 per task id", "e.g."),
+    "target_modules": ([3, True, [1], {"q_proj": 1}], "a list of names or a text", "all-linear"),
+    "exclude_modules": ([0, ["a", None]], "a list of names or a text", "all-linear"),
+    "shared_modules": ([1, {}, [None]], "a list of names", "write"),
+    "layers_pattern": ([2, [2]], "a name or a list of them", "layers"),
+    "modules_to_save": (["lm_head", 1], "a list of names", "lm_head"),
+    "experts": ([0, [], [[1]], None], "an integer >= 1, or a list", "4 is the default"),
+    "method_options": ([[], ""], "a dict", "name"),
+    "task_type": (["CAUSAL"], "Must be one of", "CAUSAL_LM"),
 }  # fmt: skip
 # the settings that read an option, then as for fields
 BAD_OPTIONS: list[tuple[dict[str, Any], str, list[Any], str, str]] = [
@@ -82,10 +89,17 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, list[Any], str, str]] = [
 def test_a_bad_value_names_field_value_rule_and_fix(field: str, value: Any) -> None:
     _, rule, fix = BAD[field]
     with pytest.raises(mj.ConfigError, match=rf"(?s){field}=.*{rule}.*{fix}") as caught:
-        mj.MonkeyJumpConfig(target_modules=["q_proj", "v_proj"], **{field: value})
+        mj.MonkeyJumpConfig(**{"target_modules": ["q_proj", "v_proj"], field: value})
     assert len(caught.value.problems) == 1
-    shown = [value] if field.startswith("layers") and isinstance(value, int) else value
+    shown = [value] if field.startswith("layers_to") and isinstance(value, int) else value
     assert repr(shown) in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["layers", ["h", "layers"]])
+def test_a_name_of_the_block_list_needs_block_numbers(pattern: Any) -> None:
+    with pytest.raises(mj.ConfigError, match="has no effect without layers_to_transform: give the block numbers, or"):
+        mj.MonkeyJumpConfig(target_modules=["q_proj", "v_proj"], layers_pattern=pattern)
+    mj.MonkeyJumpConfig(target_modules=["q_proj", "v_proj"], layers_pattern=pattern, layers_to_transform=0)
 
 
 @pytest.mark.parametrize(("settings", "name", "values", "rule", "fix"), BAD_OPTIONS)

@@ -17,7 +17,19 @@ from peft.config import PeftConfig
 
 from monkeyjump.config_checks import LEARNED_ROUTERS, config_problems
 from monkeyjump.config_options import KINDS, OPTION_NAMES, OptionKinds, place_options, read_options
-from monkeyjump.config_rules import choice, described, flag, fraction, integer, positive, setting, weight
+from monkeyjump.config_rules import (
+    choice,
+    described,
+    flag,
+    fraction,
+    integer,
+    is_int,
+    names,
+    numbers,
+    positive,
+    setting,
+    weight,
+)
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.peft_type import PEFT_TYPE
 from monkeyjump.registry import ADAPTERS
@@ -38,6 +50,9 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 For a program you cannot edit: `python -m monkeyjump run -- PROGRAM ARGUMENTS`.
 """
 
+NAMES_OR_PATTERN = ("a list of names or a text", "e.g. ['q_proj', 'v_proj'], or 'all-linear'")
+BLOCKS = (None, 0, "a list of block numbers >= 0", "count blocks from 0")
+
 
 @dataclass
 class MonkeyJumpConfig(PeftConfig, OptionKinds):
@@ -57,21 +72,29 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     adapter_options: dict[str, Any] | None = setting(
         "Settings that only the chosen adapter has, e.g. {'d_initial': 0.1} for vera; see docs/adapters.md."
     )
-    target_modules: list[str] | str | None = setting(
+    target_modules: list[str] | str | None = names(
         "Modules to adapt: names (suffix match), a regular expression, 'all-linear', or None for the model's default. "
-        "Of the last two, what cannot be routed is always on."
+        "Of the last two, what cannot be routed is always on.", *NAMES_OR_PATTERN, lone=True,
+    )  # fmt: skip
+    exclude_modules: list[str] | str | None = names(
+        "Modules never to adapt, matched like target_modules.", *NAMES_OR_PATTERN, lone=True
     )
-    exclude_modules: list[str] | str | None = setting("Modules never to adapt, matched like target_modules.")
-    shared_modules: list[str] | None = setting(
+    shared_modules: list[str] | None = names(
         "Targets that are always on, with gate 1. [] routes every target, and so does None beside a target_modules; "
-        "with default targets None shares what the paper shares: o_proj and gate_proj on Llama-like models."
+        "with default targets None shares what the paper shares: o_proj and gate_proj on Llama-like models.",
+        "a list of names", "write ['o_proj']",
+    )  # fmt: skip
+    layers_to_transform: list[int] | int | None = numbers("Blocks that get adapters; None = all.", *BLOCKS, lone=True)
+    layers_pattern: list[str] | str | None = names(
+        "Name of the block list, where layers_to_transform is ambiguous.", "a name or a list of them", "e.g. 'layers'",
+        lone=True,
+    )  # fmt: skip
+    layers_to_route: list[int] | int | None = numbers(
+        "Blocks that route, the others are plain PEFT; None = all, [] = none.", *BLOCKS, lone=True
     )
-    layers_to_transform: list[int] | int | None = setting("Blocks that get adapters; None = all.")
-    layers_pattern: list[str] | str | None = setting("Name of the block list, where layers_to_transform is ambiguous.")
-    layers_to_route: list[int] | int | None = setting(
-        "Blocks that route, the others are plain PEFT; None = all, [] = none."
+    modules_to_save: list[str] | None = names(
+        "Further modules to train and save whole, e.g. a new head.", "a list of names", "write ['lm_head']"
     )
-    modules_to_save: list[str] | None = setting("Further modules to train and save whole, e.g. a new head.")
 
     # Who is chosen, and how strongly
     top_k: int | None = integer(
@@ -89,16 +112,20 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     jitter: float = weight("Deviation of noise on the logits, in training only.", 0.0, "0 switches the noise off")
     granularity: str = choice("Who decides", "token", "sequence", "task")
     sequence_token: str = choice("granularity='sequence': the state that decides", "prompt", "last", "mean", "max")
-    task_experts: list[int] | None = setting(
-        "granularity='task': the routed projection (by position) of each task id; None: task i takes expert i mod E."
-    )
+    task_experts: list[int] | None = numbers(
+        "granularity='task': the routed projection (by position) of each task id; None: task i takes expert i mod E.",
+        None, 0, "a list of one expert position >= 0 per task id", "e.g. [0, 1, 2]", empty=False,
+    )  # fmt: skip
     route_space: str = choice(
         "raw (the paper), or centered: less the mean token, estimated at initialisation.", "raw", "centered"
     )
 
     # Where the centres start, and how they follow the tokens
     center_init: str = choice("How centres start", "kmeans", "random", "random_normalized", "random_tokens")
-    init_tokens: int = integer("Tokens sampled to initialise the centres.", 50_000, 1, "the paper uses 50000")
+    init_tokens: int | None = integer(
+        "Tokens the centres start from. None: the paper's 50,000, or on a CPU as many as it reads in about a minute.",
+        None, 1, "the paper uses 50000", none=True,
+    )  # fmt: skip
     ema_momentum: float = fraction(
         "Weight of the old centre in one update.", 0.5, "the paper uses 0.5; to freeze the centres set ema_stop=0"
     )
@@ -122,15 +149,19 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         "whole feed-forwards per block (MixLoRA); nested: the first ranks of one adapter, by task (MoRE).",
         *("block", "projection", "ffn", "nested"),
     )
-    experts: int | list[int] = setting(
-        "placement='projection' or 'ffn': experts N; a list is spread over the blocks in equal parts (MoLA).", 4
-    )
+    experts: int | list[int] = numbers(
+        "placement='projection' or 'ffn': experts N; a list is spread over the blocks in equal parts (MoLA).",
+        4, 1, "an integer >= 1, or a list of them spread over the blocks", "4 is the default", lone=True, empty=False,
+    )  # fmt: skip
     method_options: dict[str, Any] | None = setting(
         "Settings that only this router or placement has, e.g. {'aux_loss_weight': 0.01}; see docs/methods.md."
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:  # a task_type that PEFT does not know
+            raise ConfigError(f"task_type={self.task_type!r}: {error}", title="invalid MonkeyJumpConfig") from None
         self.peft_type = PEFT_TYPE
         for name in ("target_modules", "exclude_modules", "shared_modules", "modules_to_save", "experts"):
             value = getattr(self, name)
@@ -138,8 +169,9 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
                 setattr(self, name, sorted(value) if isinstance(value, (set, frozenset)) else list(value))
         for name in ("layers_to_transform", "layers_to_route"):
             value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, [value] if isinstance(value, int) else sorted(value))
+            value = [value] if isinstance(value, int) else value
+            if isinstance(value, (list, set, tuple, frozenset, range)):
+                setattr(self, name, sorted(value) if all(map(is_int, value)) else list(value))
         place_options(self, *self.__dict__.pop("_given_options", ({}, False)))
         problems = [*config_problems(self), *read_options(self)]
         if problems:

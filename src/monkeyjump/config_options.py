@@ -108,7 +108,7 @@ class SigmoidOptions(MethodOptions):
     threshold: float | None = setting(
         "None keeps every expert; a number G_max keeps those whose gate reaches G_max * sigmoid(w x + c).",
         None, lambda value: is_number(value) and 0 < value <= 1, "in (0, 1], or None for soft gates",
-        "MoA's authors use 0.5",
+        "MoA's authors use 0.5", type="number", exclusiveMinimum=0, maximum=1,
     )  # fmt: skip
     threshold_grad: str = choice(
         "none (as published, the threshold never learns), ste (straight-through), subtract (gate minus threshold).",
@@ -125,6 +125,7 @@ class MoaOptions(MethodOptions):
         "Further experts of each block: parallel, a bottleneck beside the feed-forward; prompt, learned states that "
         "every query also attends to.", None, EXTRAS.__contains__,
         "a list of parallel and prompt, each once at most", "None or [] has no further experts",
+        type="array", items={"enum": ["parallel", "prompt"]}, uniqueItems=True,
     )  # fmt: skip
     parallel_width: int = integer("Width of the 'parallel' bottleneck.", 16, 1, "MoA's authors use 16")
     prompt_length: int = integer("Number of learned states of 'prompt'.", 10, 1, "MoA's authors use 10")
@@ -212,7 +213,7 @@ def reads_option(config: MonkeyJumpConfig, name: str) -> bool:
 
 def read_options(config: MonkeyJumpConfig) -> list[str]:
     """Set the attribute of every kind from `method_options`; returns what is wrong with them."""
-    options = config.method_options or {}
+    options = {} if config.method_options is None else config.method_options
     if not isinstance(options, dict):
         found = [f"method_options={options!r} must be a dict of the method's own settings, e.g. {{'name': 1}}."]
         options = {}

@@ -17,15 +17,26 @@ Test = Callable[[Any], bool]
 
 
 def setting(
-    text: str, default: Any = None, allows: Test | None = None, rule: str = "", fix: str = "", none: bool = False
+    text: str,
+    default: Any = None,
+    allows: Test | None = None,
+    rule: str = "",
+    fix: str = "",
+    none: bool = False,
+    **schema: Any,
 ) -> Any:
-    """A setting of any kind; a value that it does not allow is told the rule and the fix."""
+    """A setting of any kind; a value that it does not allow is told the rule and the fix.
+
+    `schema` says what is allowed in the keywords of JSON schema, which the reference page and editors read.
+    """
+    if "type" in schema and (none or default is None):
+        schema["type"] = [schema["type"], "null"]
 
     def problem(value: Any) -> str:
         fine = allows is None or (value is None and (none or default is None)) or allows(value)
         return "" if fine else f"must be {rule}: {fix}."
 
-    return field(default=default, metadata={"help": text, "problem": problem})
+    return field(default=default, metadata={"help": text, "problem": problem, "schema": schema})
 
 
 def choice(text: str, *allowed: str | None) -> Any:
@@ -37,27 +48,60 @@ def choice(text: str, *allowed: str | None) -> Any:
         return "" if value in allowed else f"is not known: {fix}"
 
     text = text if text.endswith(".") else f"{text}: {', '.join(known)}."
-    return field(default=allowed[0], metadata={"help": text, "problem": problem})
+    return field(default=allowed[0], metadata={"help": text, "problem": problem, "schema": {"enum": list(allowed)}})
 
 
 def integer(text: str, default: int | None, least: int, fix: str, none: bool = False) -> Any:
-    return setting(text, default, lambda value: is_int(value) and value >= least, f"an integer >= {least}", fix, none)
+    def allows(value: Any) -> bool:
+        return is_int(value) and value >= least
+
+    return setting(text, default, allows, f"an integer >= {least}", fix, none, type="integer", minimum=least)
 
 
 def positive(text: str, default: float | None, fix: str) -> Any:
-    return setting(text, default, lambda value: is_number(value) and value > 0, "a number > 0", fix)
+    return _number(text, default, lambda value: value > 0, "a number > 0", fix, exclusiveMinimum=0)
 
 
 def weight(text: str, default: float, fix: str) -> Any:
-    return setting(text, default, lambda value: is_number(value) and value >= 0, "a number >= 0", fix)
+    return _number(text, default, lambda value: value >= 0, "a number >= 0", fix, minimum=0)
 
 
 def fraction(text: str, default: float, fix: str) -> Any:
-    return setting(text, default, lambda value: is_number(value) and 0 <= value < 1, "in [0, 1)", fix)
+    return _number(text, default, lambda value: 0 <= value < 1, "in [0, 1)", fix, minimum=0, exclusiveMaximum=1)
+
+
+def _number(text: str, default: float | None, fits: Test, rule: str, fix: str, **limits: Any) -> Any:
+    return setting(text, default, lambda value: is_number(value) and fits(value), rule, fix, type="number", **limits)
+
+
+def names(text: str, rule: str, fix: str, lone: bool = False) -> Any:
+    """A list of texts, or one text by itself where it may be `lone`."""
+    return _several(text, None, lambda value: isinstance(value, str), rule, fix, lone, {"type": "string"})
+
+
+def numbers(
+    text: str, default: int | None, least: int, rule: str, fix: str, lone: bool = False, empty: bool = True
+) -> Any:
+    """A list of integers, or one by itself where it may be `lone`."""
+    kind = {"type": "integer", "minimum": least}
+    return _several(text, default, lambda value: is_int(value) and value >= least, rule, fix, lone, kind, empty)
+
+
+def _several(
+    text: str, default: Any, fits: Test, rule: str, fix: str, lone: bool, kind: Any, empty: bool = True
+) -> Any:
+    def allows(value: Any) -> bool:
+        is_list = isinstance(value, (list, tuple))
+        return all(map(fits, value)) and (empty or len(value) > 0) if is_list else lone and fits(value)
+
+    entries = {"type": "array", "items": kind} | ({} if empty else {"minItems": 1})
+    null = [{"type": "null"}] if default is None else []
+    return setting(text, default, allows, rule, fix, anyOf=[entries, *[kind] * lone, *null])
 
 
 def flag(text: str) -> Any:
-    return setting(text, False, lambda value: isinstance(value, bool), "True or False", "leave it out for False")
+    fix = "leave it out for False"
+    return setting(text, False, lambda value: isinstance(value, bool), "True or False", fix, type="boolean")
 
 
 def value_problems(values: Mapping[str, Any], settings: Mapping[str, Field[Any]]) -> list[str]:

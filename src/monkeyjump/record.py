@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -181,6 +182,17 @@ def write_atomic(path: str | Path, text: str) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def numbered(path: str | Path) -> Iterator[Path]:
+    """The path itself, then the same with -2, -3, ... at its end."""
+    path = Path(path)
+    return (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+
+
+def free_path(path: str | Path, *endings: str) -> Path:
+    """The first of the numbered paths that nothing has; with endings, that no such file has."""
+    return next(p for p in numbered(path) if not any(os.path.lexists(f"{p}{ending}") for ending in endings or ("",)))
 
 
 def writable_folder(folder: str | Path, field: str) -> Path:

@@ -124,7 +124,7 @@ def test_generation_is_that_of_transformers(method: str) -> None:
 def test_initialisation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [row] = bench("init", tmp_path, "--keep", "40", "--repeats", "2")["metrics"]["rows"]
     assert "total/forwards" in narrow(capsys)
-    assert (row["tokens_read"], row["tokens_kept"], row["blocks"]) == (160, 40, 2)
+    assert (row["tokens_read"], row["tokens_kept"], row["blocks"]) == (48, 40, 2)
     for run in row["runs"]:
         assert 0 < run["reading"] + run["kmeans"] < run["total"]
     assert row["total_over_forwards"] == pytest.approx(row["total_seconds"] / row["forwards_seconds"])

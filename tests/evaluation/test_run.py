@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-import re
 from typing import Any
 
 import pytest
@@ -14,39 +11,14 @@ from peft import LoraConfig, get_peft_model
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
-from monkeyjump.evaluation.report import EvaluationReport, ReportRow, percent
+from monkeyjump.evaluation.answers import normalize
+from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport
 from monkeyjump.evaluation.run import evaluate, load_adapter, task_score
 from monkeyjump.evaluation.score import Prediction, predict
-from monkeyjump.tasks import Example, GeneratedSource, Task, expand, load_examples
+from monkeyjump.tasks import expand, load_examples
 from monkeyjump.tasks.encode import Encoder
 from tests.evaluation.test_score import naive_scores
-from tests.evaluation.toys import add_adapter, make_model
-
-
-def toy_task(name: str, family: str = "toys", options: tuple[str, ...] = ("no", "yes"), **changes: Any) -> Task:
-    def render(row: Any) -> Example:
-        return Example(question=row["text"], options=options, label=row["label"] % max(1, len(options)), **row["more"])
-
-    def rows(split: str, seed: int) -> list[dict[str, Any]]:
-        score = {"score": 0.0} if changes.get("metric") == "spearman" else {}
-        return [
-            {"text": f"{name} {n}{'!' * (n % 4)}", "label": n, "more": {**score, **({"score": n / 4} if score else {})}}
-            for n in range(12)
-        ]
-
-    return Task(name, family, render, ("text",), GeneratedSource(rows), **changes)
-
-
-TASKS = [
-    toy_task("first"),
-    toy_task("second", options=("red", "green", "blue")),
-    toy_task("degree", "numbers", ("0", "1", "2", "3"), metric="spearman"),
-]
-
-
-@pytest.fixture
-def report(tokenizer) -> EvaluationReport:
-    return evaluate(add_adapter(make_model()), tokenizer, TASKS, mode="text", progress=False)
+from tests.evaluation.toys import TASKS, add_adapter, free_task, make_model, toy_task
 
 
 def scores(report: EvaluationReport, side: str) -> list[float]:
@@ -110,86 +82,6 @@ def test_evaluation_is_deterministic(tokenizer, report):
     assert again.to_html() == report.to_html()
 
 
-def test_json_csv_and_html_hold_the_same_numbers(report):
-    data = json.loads(report.to_json())
-    rows = {row["task"]: row for row in [*data["rows"], *data["families"], data["overall"]]}
-    table = list(csv.DictReader(io.StringIO(report.to_csv())))
-    assert len(table) == len(rows) == 6
-    html = report.to_html()
-    embedded = re.search(r'<script type="application/json" id="evaluation">(.*?)</script>', html, re.DOTALL)
-    assert embedded is not None
-    assert json.loads(embedded.group(1)) == data
-    shown = html[: embedded.start()].replace("\u2212", "-")
-    for line in table:
-        row = rows[line["task"]]
-        for side in ("base", "adapter", "difference"):
-            assert float(line[side]) == row[side]
-            assert float(line[f"{side}_low"]) == row[f"{side}_interval"]["low"]
-            assert float(line[f"{side}_high"]) == row[f"{side}_interval"]["high"]
-            assert f">{percent(row[side], signed=side == 'difference')}<" in shown
-        assert f"{percent(row['adapter'])}" in str(report)
-
-
-def test_html_is_self_contained_and_escaped(report):
-    row = ReportRow("task", "<b>&x</b>", "f", "accuracy", 3, base=0.5, base_interval=metrics.wilson(1, 2))
-    nasty = EvaluationReport([row], [row], row, {"model": "</script><script>alert(1)</script>"})
-    for html in (report.to_html(), nasty.to_html()):
-        assert "http" not in html
-        assert "<link" not in html
-        assert html.count("<script") == 1
-    assert "&lt;b&gt;" in nasty.to_html()
-
-
-def test_names_are_neither_markup_nor_formulas():
-    from rich.console import Console
-
-    row = ReportRow("task", "=1+1 [/red] [x]", "-f", "accuracy", 3, base=-0.5, base_interval=metrics.Interval(-0.5, 1))
-    nasty = EvaluationReport([row], [row], row, {"model": "[/m]"})
-    out = io.StringIO()
-    Console(file=out, width=80).print(nasty.table())
-    assert "=1+1 [/red] [x]" in out.getvalue()
-    assert "[/m]" in out.getvalue()
-    cells = list(csv.reader(io.StringIO(nasty.to_csv())))[1]
-    assert cells[1:3] == ["'=1+1 [/red] [x]", "'-f"]
-    assert cells[6:8] == ["-0.5", "-0.5"]  # numbers stay numbers
-
-
-def test_text_fits_eighty_columns(report):
-    from rich.console import Console
-
-    long = ReportRow("task", "a-task-with-a-very-long-name", "glue", "exact_match", 123456, "text")
-    interval = metrics.Interval(-0.9999, 1.0)
-    measured = {"base": 1.0, "adapter": 1.0, "difference": -0.9999}
-    wide = ReportRow(**{**vars(long), **measured, **{f"{name}_interval": interval for name in measured}})
-    report.rows.append(wide)
-    report.families.append(
-        ReportRow("family", "mean of a-very-long-family-name", "glue", "mean", 1, base=0.1, adapter=0.2)
-    )
-    texts = [str(report)]
-    for color in (True, False):
-        out = io.StringIO()
-        Console(file=out, width=80, force_terminal=color, no_color=not color).print(report.table())
-        texts.append(re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()))
-    for text in texts:
-        assert max(map(len, text.splitlines())) <= 80
-        assert "degree" in text
-        assert percent(report.overall.adapter) in text
-        assert "-100.0..+100.0" in text
-
-
-def test_saved_files(tmp_path, report):
-    paths = report.save(tmp_path / "out" / "evaluation")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "evaluation.csv",
-        "evaluation.html",
-        "evaluation.json",
-        "evaluation.predictions.jsonl",
-    ]
-    lines = [json.loads(line) for line in paths["predictions.jsonl"].read_text("utf-8").splitlines()]
-    assert len(lines) == 3 * 2 * 12
-    assert {"task", "side", "index", "predicted", "gold", "correct", "scores"} <= set(lines[0])
-
-
 def test_limit_is_a_fixed_sample(tokenizer):
     model = make_model()
     found = [
@@ -198,20 +90,45 @@ def test_limit_is_a_fixed_sample(tokenizer):
     ]
     assert len(found[0]) == 5
     assert found[0] == found[1]
-    assert [p.gold for p in found[0]] != [n % 2 for n in range(5)]  # not the beginning of the file
+    assert [p.gold for p in found[0]] != [max(0, n % 3 - 1) for n in range(5)]  # not the beginning of the file
 
 
 def test_a_free_answer_is_generated(tokenizer):
-    def render(row: Any) -> Example:
-        return Example(question=row["text"], free_answer=row["answer"])
+    report = evaluate(make_model(), tokenizer, [free_task()], mode="letter", progress=False)
+    row = report.rows[0]
+    assert row.mode == "generate"
+    assert row.n == 3
+    assert any("scored in mode generate: free" in note for note in report.notes())
+    texts = [normalize(p.text or "") for p in report.predictions["free"]["base"]]
+    assert row.base_top == max(texts.count(text) for text in texts) / 3
+    assert [text == row.base_top_answer for text in texts].count(True) == 3 * row.base_top
+    assert (row.majority_answer, row.majority) == ("x y", 2 / 3)  # spelled in two ways
 
-    source = GeneratedSource(lambda split, seed: [{"text": "say", "answer": "x"}, {"text": "tell", "answer": "y"}])
-    task = Task("free", "own", render, ("text", "answer"), source, metric="exact_match")
-    report = evaluate(make_model(), tokenizer, [task], mode="letter", progress=False)
-    assert report.rows[0].mode == "generate"
-    assert report.rows[0].n == 2
-    assert "scored in mode generate" in str(report)
-    assert all(p.text is not None for p in report.predictions["free"]["base"])
+
+@pytest.mark.parametrize("mode", ["letter", "generate"])
+def test_frequent_answers_are_counted_from_the_predictions(tokenizer, mode):
+    varied = toy_task("varied", options=None)
+    report = evaluate(add_adapter(make_model()), tokenizer, [*TASKS, varied], mode=mode, progress=False)
+    for task, row in zip([*TASKS, varied], report.rows, strict=True):
+        names = task.options or "ABC"  # options that differ from row to row are counted by their letters
+        for side in ("base", "adapter"):
+            counts: dict[str, int] = {}
+            for p in report.predictions[task.name][side]:
+                number = NO_ANSWER if p.value is None else f"{p.value:g}"
+                answer = names[p.predicted] if p.predicted >= 0 else number
+                counts[answer] = counts.get(answer, 0) + 1
+            assert getattr(row, f"{side}_top") == max(counts.values()) / row.n
+            assert counts[getattr(row, f"{side}_top_answer")] == max(counts.values())
+        gold = [names[p.gold] for p in report.predictions[task.name]["base"]]
+        if task.metric == "spearman":
+            assert (row.majority, row.majority_answer) == (None, None)
+        else:
+            assert row.majority == max(gold.count(name) for name in names) / row.n
+            assert [name == row.majority_answer for name in gold].count(True) == row.majority * row.n
+    toys, numbers = report.families
+    members = [row.majority for row in report.rows if row.majority is not None]
+    assert toys.majority == pytest.approx(sum(members) / 3)
+    assert (numbers.majority, report.overall.majority, report.overall.base_top) == (None, None, None)
 
 
 def test_constant_and_missing_numbers():

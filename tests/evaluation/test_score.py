@@ -112,7 +112,7 @@ def test_total_likelihood_is_per_token_times_length(model, tokenizer, examples):
     per_token = by_index(predict(model, encoder, examples, "text"))
     total = by_index(predict(model, encoder, examples, "text", normalize_length=False))
     for index, item in enumerate(examples):
-        lengths = [len(ids) for ids in encoder.option_ids(item)]
+        lengths = [len(ids) for ids in map(encoder.target_ids, item.targets(encoder.answer_format))]
         assert [s * n for s, n in zip(per_token[index], lengths, strict=True)] == pytest.approx(total[index])
 
 
@@ -172,7 +172,7 @@ def test_only_answer_positions_get_logits(model, tokenizer, examples):
     model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
     encoder = Encoder(tokenizer, answer_format="text")
     predict(model, encoder, examples, "text")
-    longest = max(len(ids) for item in examples for ids in encoder.option_ids(item))
+    longest = max(len(ids) for item in examples for ids in map(encoder.target_ids, item.targets(encoder.answer_format)))
     assert 1 in widths
     assert max(widths) < longest
     widths.clear()

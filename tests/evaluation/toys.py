@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import monkeyjump as mj
-from monkeyjump.tasks import Example
+from monkeyjump.tasks import Example, GeneratedSource, Task
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}\n{% endfor %}"
@@ -71,3 +71,32 @@ def add_adapter(model: Any, seed: int = 1, **changes: Any) -> Any:
 def example(number: int, options: tuple[str, ...] = ("no", "yes"), **changes: Any) -> Example:
     settings: dict[str, Any] = {"label": number % len(options), "task": "toy", **changes}
     return Example(question=f"Question {number}{'?' * (number % 5)}", options=options, **settings)
+
+
+def toy_task(name: str, family: str = "toys", options: tuple[str, ...] | None = ("no", "yes"), **changes: Any) -> Task:
+    """Twelve rows; the first option is right in most of them. Without `options` every row has three of its own."""
+
+    def render(row: Any) -> Example:
+        n = row["n"]
+        own = options or (f"{n} apples", f"{n} pears", f"{n} plums")
+        score = n / 4 if changes.get("metric") == "spearman" else None
+        return Example(f"{name} {n}{'!' * (n % 4)}", options=own, label=max(0, n % (len(own) + 1) - 1), score=score)
+
+    source = GeneratedSource(lambda split, seed: [{"n": n} for n in range(12)])
+    return Task(name, family, render, ("n",), source, options=options, **changes)
+
+
+def free_task() -> Task:
+    def render(row: Any) -> Example:
+        return Example(question=row["text"], free_answer=row["answer"])
+
+    rows = [{"text": "say", "answer": "x  y"}, {"text": "tell", "answer": "z"}, {"text": "speak", "answer": "X y."}]
+    source = GeneratedSource(lambda split, seed: rows)
+    return Task("free", "own", render, ("text", "answer"), source, metric="exact_match")
+
+
+TASKS = [
+    toy_task("first"),
+    toy_task("second", options=("red", "green", "blue")),
+    toy_task("degree", "numbers", ("0", "1", "2", "3"), metric="spearman"),
+]

@@ -8,13 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import compare as module
 from monkeyjump.experiments.compare import Cell, compare, with_controls
-from monkeyjump.experiments.tables import comparison_rows, save_comparison
+from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
+from monkeyjump.training import shared as shared_module
 from monkeyjump.training.recipe import Recipe, load_recipe
+from monkeyjump.training.run import run
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 
@@ -29,11 +33,12 @@ class FakeRuns:
         self.diverge: set[float] = set()  # rates at which training blows up
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
+        monkeypatch.setattr(module.Shared, "give_back", lambda *args: None)
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
         monkeypatch.setattr(module, "score_on_test", self.test)
         monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
 
-    def run(self, recipe: Recipe, *, overwrite: bool, test: bool) -> Any:
+    def run(self, recipe: Recipe, *, overwrite: bool, test: bool, shared: Any) -> Any:
         lr = recipe.train.lr
         self.settings.append(recipe.adapter)
         self.asked.append((recipe.method, lr, recipe.seed, test))
@@ -105,8 +110,31 @@ def test_a_stopped_comparison_goes_on_where_it_stopped(fakes: FakeRuns, tmp_path
     again = compare(load_recipe("quickstart"), ["lora"], [0, 1], [2e-3], tmp_path)
     assert [ask[2] for ask in fakes.asked] == [0, 1]
     assert again.final[0].metrics == first.final[0].metrics
-    compare(load_recipe("quickstart", ["train.max_steps=7"]), ["lora"], [0], [2e-3], tmp_path)
+    other = compare(load_recipe("quickstart", ["train.max_steps=7"]), ["lora"], [0], [2e-3], tmp_path)
     assert len(fakes.asked) == 3  # another recipe is another run
+    cells = sorted(path.parent.name for path in tmp_path.glob("cells/**/record.json"))
+    assert cells == ["seed-0", "seed-0-2", "seed-1"]  # beside the first
+    compare(load_recipe("quickstart"), ["lora"], [0, 1], [2e-3], tmp_path)
+    compare(load_recipe("quickstart", ["train.max_steps=7"]), ["lora"], [0], [2e-3], tmp_path)
+    assert len(fakes.asked) == 3  # both are there
+    for found in (again, other, again):
+        save_comparison(found, tmp_path)
+    tables = {path.name: json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))}
+    assert {name: table["metrics"]["seeds"] for name, table in tables.items()} == {
+        "compare.json": [0, 1],
+        "compare-2.json": [0],
+    }
+
+
+def test_a_broken_test_split_stops_a_comparison_before_its_search(fakes: FakeRuns, tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\n" + "".join(f"row {n},{n % 2}\n" for n in range(100)))
+    (tmp_path / "test.csv").write_text("text,label\nfine,1\nbad,2\n")
+    (tmp_path / "own.yaml").write_text(
+        'name: own\nprompt: "{text}"\noptions: [a, b]\nanswer: label\ndata: {train: train.csv, test: test.csv}\n'
+    )
+    with pytest.raises(ConfigError, match=r"'own', row 2: answer '2' is neither one of the options"):
+        compare(load_recipe("quickstart", [f"tasks={tmp_path / 'own.yaml'}"]), ["lora"], [0], [1e-3, 2e-3], tmp_path)
+    assert fakes.asked == []
 
 
 def test_a_record_from_before_a_setting_existed_is_not_made_again(fakes: FakeRuns, tmp_path: Path) -> None:
@@ -180,8 +208,6 @@ def test_many_methods_stay_within_80_columns(fakes: FakeRuns, tmp_path: Path) ->
 
     from rich.console import Console
 
-    from monkeyjump.experiments.tables import comparison_tables
-
     methods = ["lora", "mjlora", "lora_fa", "adalora", "propulsion", "mjlorafa", "mjadalora", "mjpropulsion"]
     found = compare(load_recipe("quickstart"), methods, [0, 1], [2e-3], tmp_path, controls=False)
     screen = Console(file=io.StringIO(), width=80)
@@ -192,3 +218,35 @@ def test_many_methods_stay_within_80_columns(fakes: FakeRuns, tmp_path: Path) ->
     for method in methods:
         assert text.count(method) >= 2
     assert "…" not in text
+
+
+def test_a_cell_of_a_grid_is_its_separate_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods, rates and seeds that share one loaded base and its encoded texts, each against a run on its own."""
+    path = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
+    settings = ["train.max_steps=4", "train.eval_steps=4", "train.save_steps=4"]
+    recipe = load_recipe(str(path), settings)
+    loads: list[str] = []
+    load = shared_module.load_model
+
+    def counted(name: str, **options: Any) -> Any:
+        loads.append(name)
+        return load(name, **options)
+
+    monkeypatch.setattr(shared_module, "load_model", counted)
+    methods = ["lora", "mjlora", "mjadalora", "hydralora"]
+    found = compare(recipe, methods, [0, 1], [1e-2], tmp_path / "grid", controls=False)
+    assert len(loads) == 1
+    for cell in found.final:
+        alone = load_recipe(str(path), [
+            *settings, f"method={cell.method}", f"seed={cell.seed}", f"output={tmp_path / 'alone' / cell.method}",
+        ])  # fmt: skip
+        result = run(alone, overwrite=True)
+        folder = tmp_path / "grid" / "cells" / cell.method / "lr-0.01" / f"seed-{cell.seed}"
+        mine = load_file(folder / "adapter" / "adapter_model.safetensors")
+        theirs = load_file(alone.folder / "adapter" / "adapter_model.safetensors")
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5, msg=f"{cell.method}: {name}")
+        assert result.report is not None
+        assert cell.metrics["validation"] == result.best_validation
+        assert cell.metrics["tasks"] == {row.task: row.adapter for row in result.report.rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 import monkeyjump as mj
-from monkeyjump.tuner.centers.sample import OVERSAMPLE, Reservoir
+from monkeyjump.training.callbacks import sampling_loader
 from tests.helpers import (
     ADAPTER_NAMES,
     adapted,
@@ -109,22 +111,6 @@ def test_b23_centres_stay_fp32_when_the_model_is_cast(dtype: torch.dtype) -> Non
     assert model.train()(**lm_batch()).logits.dtype == dtype
 
 
-def test_b24_the_sample_is_uniform_over_the_whole_stream_and_a_function_of_the_seed() -> None:
-    hits = torch.zeros(1000)
-    for seed in range(300):
-        reservoir, slots_of = Reservoir(50, seed), torch.full((50,), -1)
-        for start in range(0, 1000, 100):
-            entering, slots = reservoir.offer(100)
-            slots_of[slots] = entering + start
-        assert len(slots_of.unique()) == 50
-        hits[slots_of] += 1
-    by_batch = hits.view(10, 100).sum(1)
-    assert float((by_batch / 1500 - 1).abs().max()) < 0.12  # 3.5 sigma of 300 x 50 / 10 draws
-    again = [Reservoir(50, 7).offer(100)[0] for _ in range(2)]
-    assert torch.equal(*again)
-    assert not torch.equal(again[0], Reservoir(50, 8).offer(100)[0])
-
-
 def test_b24_states_are_collected_in_the_models_own_dtype() -> None:
     """Their fp16 autocast overflowed on models trained in bf16."""
     base = tiny_llama().bfloat16()
@@ -150,13 +136,17 @@ def test_b24_a_mask_of_the_wrong_size_is_an_error_not_all_ones() -> None:
         mj.initialize_centers(model, [batch], progress=False)
 
 
-def test_b24_the_sample_reaches_beyond_the_first_batches() -> None:
-    model = wrap(tiny_llama(1), center_init="kmeans")
-    report = mj.initialize_centers(
-        model, (lm_batch(4, 10, seed=s) for s in range(100)), num_tokens=100, progress=False, restarts=2
-    )
-    assert report.tokens_kept == 100
-    assert report.tokens_read == OVERSAMPLE * 100
+def test_b24_a_callback_samples_the_whole_training_set() -> None:
+    """Theirs took the first batches of a loader; ours draws sequences from everywhere, the same ones for one seed."""
+    rows = [{"number": number} for number in range(1000)]
+    loader = DataLoader(rows, batch_size=4, collate_fn=list)  # type: ignore[arg-type, var-annotated]
+    drawn = [
+        [row["number"] for batch in islice(sampling_loader(loader, seed), 50) for row in batch] for seed in (7, 7, 8)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    by_tenth = torch.tensor(drawn[0]).div(100, rounding_mode="floor").bincount(minlength=10)
+    assert len(set(drawn[0])) == 200
+    assert 8 <= int(by_tenth.min()) <= int(by_tenth.max()) <= 36  # 20 of each, and four deviations
 
 
 def order_of_modules() -> str:

@@ -81,7 +81,9 @@ def test_templates_that_cannot_be_filled(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"template 'Ticket: \{text.*expected '\}' before end of string"):
         tasks.get(str(folder / "open.yaml"))
     (folder / "part.yaml").write_text(TICKETS.replace("{text}", "{text.part}"))
-    with pytest.raises(ConfigError, match=r"row 3: template 'Ticket: \{text.part\}.*cannot be filled \(AttributeError"):
+    with pytest.raises(
+        ConfigError, match=r"row 3: template 'Ticket: \{text.part\}.*cannot be filled \('text' holds no 'part'\)"
+    ):
         tasks.get(str(folder / "part.yaml")).example({"text": "", "history": "", "team": "billing"}, 3)
 
 
@@ -104,14 +106,22 @@ def test_every_problem_of_a_file_at_once(folder: Path) -> None:
         "unknown key 'promt'. Did you mean 'prompt'?",
         "'name' is missing",
         "Did you mean 'accuracy'",
-        "data must",
+        "unknown key 'data.dev'",
     ):
         assert part in text
+    (folder / "empty.yaml").write_text(
+        TICKETS.replace("train: train.jsonl", "").replace("test: test.jsonl", "config: x")
+    )
+    with pytest.raises(ConfigError, match="data must name files"):
+        tasks.get(str(folder / "empty.yaml"))
     with pytest.raises(ConfigError, match=r"cannot be read"):
         tasks.get(str(folder / "nowhere.yaml"))
     (folder / "gone.yaml").write_text(TICKETS.replace("train.jsonl", "gone.jsonl"))
-    with pytest.raises(ConfigError, match=r"no such data file: .*gone.jsonl"):
-        tasks.get(str(folder / "gone.yaml"))
+    gone = tasks.get(str(folder / "gone.yaml"))
+    with pytest.raises(
+        ConfigError, match=r"no such data file: .*gone.jsonl \(train\).*holds tickets/train.jsonl with --d"
+    ):
+        tasks.load_examples(gone, "train")
 
 
 def test_a_registered_name_must_be_free() -> None:

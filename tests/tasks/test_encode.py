@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.encode import IGNORE, Encoder
+from monkeyjump.tasks.encode import IGNORE, Encoder, Memo
 from monkeyjump.tasks.task import AnswerFormat, Example
 
 SHORT = Example(question="Hot?", options=("ice", "fire"), label=1, context="Fire burns.", task="t")
@@ -37,7 +37,7 @@ def test_training_and_evaluation_see_the_same_prompt_and_answers(tokenizer: Any)
         encoded, prompt = encoder.encode(example), encoder.prompt_ids(example)
         assert encoded is not None
         assert prompt is not None
-        assert encoded.input_ids == prompt + encoder.option_ids(example)[example.label]
+        assert encoded.input_ids == prompt + encoder.target_ids(example.target(encoder.answer_format))
 
 
 @pytest.mark.parametrize("cut", ["end", "start"])
@@ -59,6 +59,12 @@ def test_what_was_cut_and_dropped_is_counted(tokenizer: Any) -> None:
     hopeless = Example(question="why? " * 40, options=("a", "b"), label=0, context="c", task="u")
     kept = encoder.encode_all([SHORT, LONG, hopeless, LONG])
     assert len(kept) == 3
+    memo: Memo = {}
+    for _ in range(2):  # the second one finds everything
+        remembering = Encoder(tokenizer, max_length=120, memo=memo)
+        assert remembering.encode_all([SHORT, LONG, hopeless, LONG]) == kept
+        assert remembering.counts == encoder.counts
+    assert len(memo) == 3
     assert dict(encoder.counts.truncated) == {"t": 2}
     assert dict(encoder.counts.dropped) == {"u": 1}
     assert dict(encoder.counts.encoded) == {"t": 3}

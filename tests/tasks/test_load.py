@@ -79,7 +79,7 @@ def test_empty_split(folder: Path) -> None:
 def test_bad_files(folder: Path) -> None:
     path = folder / "sst2" / "test.jsonl"
     path.write_text('{"sentence": "a", "label": 1}\n{"sentence": \n')
-    with pytest.raises(ConfigError, match=r"test.jsonl, line 2 is not JSON"):
+    with pytest.raises(ConfigError, match=r"test.jsonl', line 2 is not JSON"):
         tasks.load_examples(SST2, "test", folder)
     path.write_text("[1, 2]\n")
     with pytest.raises(ConfigError, match=r"line 1 is a list, not a JSON object"):

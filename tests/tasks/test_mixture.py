@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from monkeyjump import tasks
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.batches import BatchSampler, pack
+from monkeyjump.tasks.batches import BatchSampler, by_tokens, pack
 from monkeyjump.tasks.encode import Encoded, Encoder
 from monkeyjump.tasks.mixture import Mixture, draw, quotas
 from monkeyjump.tasks.streaming import StreamingMixture
@@ -129,3 +130,17 @@ def test_streaming_workers_share_the_work(tokenizer: Any) -> None:
     alone = [item.input_ids for item in stream]
     together = [item.input_ids for item in DataLoader(stream, batch_size=None, num_workers=2)]
     assert sorted(together) == sorted(alone)
+
+
+def test_batches_by_tokens_hold_every_text_once_and_what_is_read_first_has_all_lengths() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randint(5, 60) for _ in range(2000)]
+    batches = list(by_tokens(range(2000), lengths, 500, "key"))
+    assert sorted(index for batch in batches for index in batch) == list(range(2000))
+    padded = [len(batch) * max(lengths[index] for index in batch) for batch in batches]
+    assert max(padded) <= 500
+    assert sum(lengths) / sum(padded) > 0.85
+    first = [lengths[index] for batch in batches[:8] for index in batch]
+    assert min(first) < 15
+    assert max(first) > 50
+    assert list(by_tokens([0], [900], 500, "key")) == [[0]]  # too long for the budget, and still read

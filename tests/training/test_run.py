@@ -22,7 +22,8 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import load_adapter
 from monkeyjump.models.bundled import MANIFEST
 from monkeyjump.training.recipe import Recipe, load_recipe
-from monkeyjump.training.run import run, saved_recipe
+from monkeyjump.training.run import run
+from monkeyjump.training.saving import saved_recipe
 from monkeyjump.training.trainer import last_checkpoint
 from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
@@ -236,7 +237,7 @@ def test_what_cannot_work_is_said_before_anything_is_touched(
 ) -> None:
     (tmp_path / "taken").touch()
     (tmp_path / "adapter").mkdir()
-    monkeypatch.setattr("monkeyjump.training.run.load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    monkeypatch.setattr("monkeyjump.training.shared.load_model", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=message):
         run(recipe(recipe_file, tmp_path, *(override.format(tmp_path) for override in overrides)))
     assert (tmp_path / "adapter").is_dir()

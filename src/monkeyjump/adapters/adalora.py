@@ -40,7 +40,7 @@ class AdaLoraAdapter(LoraAdapter):
         "beta1": fraction("Smoothing of the sensitivity.", 0.85, "AdaLoRA's authors use 0.85"),
         "beta2": fraction("Smoothing of its uncertainty.", 0.85, "AdaLoRA's authors use 0.85"),
         "total_step": integer("Optimiser steps of the whole training.", None, 1, "it is needed when target_r < r"),
-        "score_per_token": flag("With several experts: score a rank per token that reached the expert (see above)."),
+        "score_per_token": flag("With several experts: score a rank per token that reached the expert."),
         "orth_reg_weight": weight("Weight of the orthogonality loss.", 0.5, "0 switches the orthogonality loss off"),
     }
 

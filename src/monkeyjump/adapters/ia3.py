@@ -36,7 +36,7 @@ class Ia3Adapter(Adapter):
         "feedforward_modules": setting(
             "Modules whose input is scaled.", tuple(FEEDFORWARD),
             lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-            "a list of module names", "[] scales every output",
+            "a list of module names", "[] scales every output", type="array", items={"type": "string"},
         )
     }  # fmt: skip
     linear: BaseLinear | None = None  # set where the input is scaled

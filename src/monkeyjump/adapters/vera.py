@@ -49,11 +49,12 @@ class VeraAdapter(Adapter):
     options: ClassVar[dict[str, Any]] = {
         "d_initial": setting(
             "Where d starts.", 0.1, lambda value: is_number(value) and value != 0, "a number other than 0",
-            "with d = 0 and b = 0 nothing trains",
+            "with d = 0 and b = 0 nothing trains", type="number",
+            anyOf=[{"exclusiveMaximum": 0}, {"exclusiveMinimum": 0}],
         ),
         "projection_seed": setting(
             "What A and B are derived from.", 0, lambda value: is_int(value) and 0 <= value < 2**31,
-            "an integer in 0..2**31 - 1", "0 is the default",
+            "an integer in 0..2**31 - 1", "0 is the default", type="integer", minimum=0, maximum=2**31 - 1,
         ),
     }  # fmt: skip
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -25,6 +27,29 @@ class ExpertUsage:
     @property
     def blocks(self) -> list[str]:
         return list(next(iter(self.loads.values()), {}))
+
+    @property
+    def experts(self) -> list[str]:
+        """The routed projections of all blocks, in the order in which they first occur."""
+        return list(
+            dict.fromkeys(name for loads in self.loads.values() for load in loads.values() for name in load.experts)
+        )
+
+    @property
+    def shares(self) -> npt.NDArray[np.float64]:
+        """The part of a block's jumps that went to each expert, [tasks, blocks, experts]; NaN if a block lacks it."""
+        experts, missing = self.experts, float("nan")
+        tables = [
+            [dict(zip(load.experts, load.share, strict=True)) for load in loads.values()]
+            for loads in self.loads.values()
+        ]
+        return np.array([[[share.get(name, missing) for name in experts] for share in table] for table in tables])
+
+    @property
+    def deviations(self) -> npt.NDArray[np.float64]:
+        """The shares of each task minus their mean over tasks, in percentage points: [tasks, blocks, experts]."""
+        shares = self.shares
+        return 100 * (shares - shares.mean(0))
 
     @property
     def mean_gate(self) -> float:
@@ -63,6 +88,8 @@ def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torc
     model.eval()
     loads = {}
     for task, task_batches in batches.items():
+        if not task_batches:  # a task without a row that fits went nowhere
+            continue
         with record_routing(model) as trace:
             for batch in task_batches:
                 model(**{key: value.to(device) for key, value in batch.items()})

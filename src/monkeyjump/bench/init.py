@@ -17,7 +17,6 @@ from monkeyjump.bench.turns import Measurement
 from monkeyjump.bench.variants import build, plain_model, random_ids
 from monkeyjump.bench.worker_process import Row
 from monkeyjump.tuner.centers import calibrate
-from monkeyjump.tuner.centers.sample import OVERSAMPLE
 
 PHASES = ("forwards", "reading", "kmeans", "total")
 
@@ -41,7 +40,7 @@ class InitRun(ModesRun):
         super().__init__(variant, settings)
         base = plain_model(settings).eval()
         generator = torch.Generator(device=self.device).manual_seed(settings.seed)
-        count = -(-OVERSAMPLE * settings.keep // (settings.batch * settings.tokens))
+        count = -(-settings.keep // (settings.batch * settings.tokens))
         self.batches = [{"input_ids": random_ids(base, settings, generator)} for _ in range(count)]
 
         @torch.no_grad()

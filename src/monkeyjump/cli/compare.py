@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lrs", metavar="X,Y,...", help="learning rates to search on validation (default: the recipe's)"
     )
     parser.add_argument("--tasks", metavar="A,B,...", help="tasks instead of the recipe's")
-    parser.add_argument("--data", metavar="DIR", help="folder of JSON lines instead of the hub")
+    parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub")
     parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/compare-<recipe>)")
     parser.add_argument("--no-controls", action="store_true", help="leave out the controls a routed method needs")
 
@@ -35,6 +36,10 @@ def run(options: argparse.Namespace) -> int:
         lrs = [float(word) for word in options.lrs.split(",")] if options.lrs else [recipe.train.lr]
     except ValueError:
         raise ConfigError(f"--lrs {options.lrs} must be numbers with commas between them, e.g. 1e-4,3e-4.") from None
+    if not all(0 < lr < math.inf for lr in lrs) or options.seeds < 1:
+        raise ConfigError(
+            f"--lrs {options.lrs or recipe.train.lr} must be above 0 and finite, --seeds {options.seeds} at least 1."
+        )
     output = Path(options.output or f"runs/compare-{recipe.name}")
     try:
         comparison = compare(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answer", choices=["letter", "text"], help="form of the answers (default: as in training)")
     parser.add_argument("--split", default="test", choices=["test", "validation", "train"], help="default: test")
     parser.add_argument("--limit", type=int, metavar="N", help="most rows of a task")
-    parser.add_argument("--data", metavar="DIR", help="folder of JSON lines instead of the hub")
+    parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub")
     parser.add_argument("--base", metavar="MODEL", help="base model, where the adapter does not say")
     parser.add_argument("--base-only", action="store_true", help="score a plain model by its name")
     parser.add_argument("--batch-tokens", type=int, metavar="N", help="padded tokens of one forward")
@@ -25,28 +29,16 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from monkeyjump.evaluation.run import evaluate, load_adapter
+    from monkeyjump.evaluation.run import EvaluationSettings, evaluate, load_adapter
     from monkeyjump.models import load_model
-    from monkeyjump.record import writable_folder
-    from monkeyjump.training.run import saved_recipe
+    from monkeyjump.tasks import expand
+    from monkeyjump.tasks.preflight import look_at
+    from monkeyjump.training.saving import saved_recipe
 
-    device = "cuda" if torch.cuda.is_available() else None
-    recipe = None if options.base_only else saved_recipe(Path(options.adapter))
-    if options.base_only:
-        model, tokenizer = load_model(options.adapter, device=device)
-    else:
-        model, tokenizer = load_adapter(options.adapter, base=options.base, device=device)
-    if options.harness:
-        return _harness(model, tokenizer, options)
-    stem = options.output or ("evaluation" if options.base_only else str(Path(options.adapter).parent / "evaluation"))
-    writable_folder(Path(stem).parent, "--output")
-    tasks = options.tasks or (recipe.tasks if recipe else "builtin")
+    recipe = None if options.base_only else saved_recipe(Path(options.adapter).expanduser())
     answer = options.answer or (recipe.data.answer if recipe else None)
-    report = evaluate(
-        model,
-        tokenizer,
-        tasks,
-        mode=options.mode or (recipe.mode if recipe else (answer or "letter")),
+    settings = EvaluationSettings(
+        mode=options.mode or (recipe.mode if recipe else (answer or "letter")),  # type: ignore[arg-type]
         answer_format=answer,
         split=options.split,
         limit=options.limit,
@@ -54,10 +46,42 @@ def run(options: argparse.Namespace) -> int:
         batch_tokens=options.batch_tokens,
         max_length=recipe.data.max_length if recipe else 1024,
     )
-    report.table().show()
-    for path in report.save(stem).values():
+    if not options.harness:  # whatever is wrong with data or output, before the model is loaded
+        tasks = expand(options.tasks or (recipe.tasks if recipe else "builtin"))
+        look_at(tasks, settings.data, splits=[settings.split])
+        stem = _stem(options, settings.mode)
+    device = "cuda" if torch.cuda.is_available() else None
+    if options.base_only:
+        model, tokenizer = load_model(options.adapter, device=device)
+    else:
+        model, tokenizer = load_adapter(options.adapter, base=options.base, device=device)
+    if options.harness:
+        return _harness(model, tokenizer, options)
+    report = evaluate(model, tokenizer, tasks, settings)
+    saved = report.save(stem)
+    report.show()
+    for path in saved.values():
         print(f"saved       {path}")
     return 0
+
+
+def _stem(options: argparse.Namespace, mode: str) -> Path:
+    """Where the report goes: a name that nothing has yet. One that was asked for and is taken is an error."""
+    from pathlib import Path
+
+    from monkeyjump.errors import ConfigError
+    from monkeyjump.record import free_path, writable_folder
+
+    folder = Path() if options.base_only else Path(options.adapter).expanduser().parent
+    stem = Path(options.output).expanduser() if options.output else folder / f"evaluation-{options.split}-{mode}"
+    writable_folder(stem.parent, "--output")
+    free = free_path(stem, ".json", ".csv", ".html", ".predictions.jsonl")
+    if options.output and free != stem:
+        raise ConfigError(
+            f"--output {stem}: {stem}.json is there already, and nothing is overwritten. Name another, such as {free}.",
+            title="nothing is overwritten",
+        )
+    return free
 
 
 def _harness(model: object, tokenizer: object, options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(word for word in rest if word not in settings)}")
     if settings:
         options.overrides = [*options.overrides, *settings]
+    for name in ("torchao", "torch.utils._pytree"):  # what they say on import is about builds of torchao, not to users
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
         return options.run(options)
     except ConfigError as error:

@@ -15,7 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT,
         help="a shape (qwen2-0.5b, llama-3-8b, smollm2-135m, tiny) or a model as in a recipe (default: %(default)s)",
     )
-    parser.add_argument("--preset", choices=("published", "mj_paper"), help="one protocol only")
+    parser.add_argument(
+        "--preset",
+        choices=("mj_paper", "published"),
+        default="mj_paper",
+        help="settings all methods share in the paper's comparison (default), or those each was published with",
+    )
     parser.add_argument("--targets", help="adapt these modules instead, e.g. q_proj,k_proj,v_proj,o_proj")
     parser.add_argument("--about", metavar="METHOD", help="say what a method is, what is matched and what is not")
 
@@ -33,20 +38,19 @@ def run(options: argparse.Namespace) -> int:
         return 0
     base = empty_model(options.model)
     targets = options.targets.split(",") if options.targets else None
-    for preset in (options.preset,) if options.preset else mj.methods.PRESETS:
-        rows: list[list[str]] = []
-        problems: dict[str, list[str]] = {}  # message -> the methods it is about
-        for name in mj.methods.names():
-            try:
-                count = _count(name, preset, base, targets)
-                rows.append([name, f"{count.trainable:,}", f"{count.router:,}", f"{count.buffers:,}"])
-            except ConfigError as error:
-                rows.append([name, "-", "-", "-"])
-                problems.setdefault(str(error), []).append(name)
-        title = f"{options.model}, preset {preset}"
-        Table(title, ["method", "trainable", "of them router", "buffers"], rows).show()
-        for problem, about in problems.items():
-            print(textwrap.fill(f"{', '.join(about)}: {problem}", width=80))
+    rows: list[list[str]] = []
+    problems: dict[str, list[str]] = {}  # message -> the methods it is about
+    for name in mj.methods.names():
+        try:
+            count = _count(name, options.preset, base, targets)
+            rows.append([name, f"{count.trainable:,}", f"{count.router:,}", f"{count.buffers:,}"])
+        except ConfigError as error:
+            rows.append([name, "-", "-", "-"])
+            problems.setdefault(str(error), []).append(name)
+    title = f"{options.model}, preset {options.preset}"
+    Table(title, ["method", "trainable", "of them router", "buffers"], rows).show()
+    for problem, about in problems.items():
+        print(textwrap.fill(f"{', '.join(about)}: {problem}", width=80))
     print("Buffers (centres, statistics, frozen factors) are kept and saved, not trained.")
     return 0
 

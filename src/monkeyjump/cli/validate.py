@@ -1,24 +1,61 @@
-"""`monkeyjump validate`: check a recipe without running it."""
+"""`monkeyjump validate`: check a recipe and its data without running it."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
+
+from monkeyjump.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe by name, or a YAML file")
+    parser.add_argument("recipe", nargs="?", help="a recipe by name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.lr=1e-3")
+    parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub (data.folder)")
+    parser.add_argument(
+        "--schema", choices=["recipe", "task"], help="print the JSON schema of recipes or of task files, for editors"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.schema or options.recipe is None:
+        return _print_schema(options.schema)
+    from monkeyjump.tables import Table
     from monkeyjump.tasks import expand
+    from monkeyjump.tasks.preflight import look_at, notes
     from monkeyjump.training.recipe import load_recipe
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(
+        options.recipe, [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
+    )
     tasks = expand(recipe.tasks)
+    looks = look_at(tasks, recipe.data.folder, seed=recipe.seed, streaming=True)
     from monkeyjump import methods  # only now: it brings torch, which no mistake in the recipe has to wait for
+    from monkeyjump.training.trainer import check_loggers
 
     config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
-    print(f"recipe {options.recipe!r} is valid: {recipe.method} ({config.adapter}, rank {config.r}) on {recipe.model},")
-    print(f"{len(tasks)} tasks: {', '.join(task.name for task in tasks)}; results go to {recipe.folder}")
+    check_loggers(recipe.train.report_to)
+    rows = []
+    for task in tasks:
+        by_split = {look.split: look for look in looks if look.task == task.name}
+        answer, share = by_split["test"].most_frequent
+        sizes = [by_split[split].size for split in ("train", "validation", "test")]
+        rows.append([task.name, *sizes, f"{100 * share:.1f}", answer])
+    header = ["task", "train", "validation", "test", "major", "most frequent"]
+    Table("Rows; major: share (%) of one answer in test", header, rows, left=1).show()
+    for note in notes(looks):
+        print(textwrap.fill(note, 80))
+    known = f"recipe {options.recipe!r} is valid: {recipe.method} ({config.adapter}, rank {config.r}) on {recipe.model}"
+    print(textwrap.fill(f"{known}, {len(tasks)} tasks; results go to {recipe.folder}", 80, break_long_words=False))
+    return 0
+
+
+def _print_schema(kind: str | None) -> int:
+    if kind is None:
+        raise ConfigError("name a recipe, such as `monkeyjump validate quickstart`, or ask for a --schema.")
+    import json
+
+    from monkeyjump.training import schema
+
+    print(json.dumps(schema.recipe_schema() if kind == "recipe" else schema.task_schema(), indent=2))
     return 0

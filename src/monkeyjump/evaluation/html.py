@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b2330; --soft: #5d6878; --line: #e3e7ed;
-  --track: #eef1f5; --base: #9aa5b4; --adapter: #2f6fde; --up: #14764a; --down: #b3372f; --whisker: #1b2330; }
+  --track: #eef1f5; --base: #9aa5b4; --adapter: #2f6fde; --up: #14764a; --down: #b3372f; --whisker: #1b2330;
+  --majority: #c2410c; }
 @media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1a2029; --ink: #e6eaf0; --soft: #98a3b3;
   --line: #2b333f; --track: #242c37; --base: #6f7b8c; --adapter: #6ea0ff; --up: #5bc78f; --down: #f08a80;
-  --whisker: #e6eaf0; } }
+  --whisker: #e6eaf0; --majority: #fb923c; } }
 * { box-sizing: border-box; }
 body { margin: 0; padding: 2rem 1.25rem 3rem; background: var(--page); color: var(--ink);
   font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 62rem; margin: 0 auto; }
+main { max-width: 74rem; margin: 0 auto; }
 h1 { font-size: 1.45rem; margin: 0 0 .25rem; letter-spacing: -.01em; }
 .about { color: var(--soft); margin: 0 0 1.25rem; overflow-wrap: anywhere; }
 .cards { display: flex; flex-wrap: wrap; gap: .75rem; margin-bottom: 1.25rem; }
@@ -31,21 +32,24 @@ h1 { font-size: 1.45rem; margin: 0 0 .25rem; letter-spacing: -.01em; }
 .card span { color: var(--soft); font-size: .85rem; }
 .panel { overflow-x: auto; padding: .35rem .2rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .42rem .75rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th, td { padding: .42rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 550; font-size: .82rem; }
 tr:last-child td { border-bottom: 0; }
 .l { text-align: left; }
 td, th { width: 1%; }
-.plot { width: auto; min-width: 13rem; padding-left: 1.25rem; }
+.plot { width: auto; min-width: 11rem; padding-left: .9rem; }
 .range { display: block; color: var(--soft); font-size: .78rem; font-weight: 400; }
+.answer { display: block; max-width: 11.5rem; overflow: hidden; text-overflow: ellipsis; }
+.majority .answer { max-width: 6rem; margin-left: auto; }
 tr.mean td { font-weight: 650; background: color-mix(in srgb, var(--track) 55%, transparent); }
 tr.family td { background: none; color: var(--soft); font-size: .8rem; font-weight: 600; letter-spacing: .05em;
-  text-transform: uppercase; padding: 1rem .75rem .3rem; text-align: left; }
+  text-transform: uppercase; padding: 1rem .6rem .3rem; text-align: left; }
 .up { color: var(--up); } .down { color: var(--down); }
 svg { display: block; width: 100%; height: 26px; }
 .legend { display: flex; flex-wrap: wrap; gap: 1.1rem; color: var(--soft); font-size: .85rem; margin: .9rem .2rem 0; }
-.legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem;
-  vertical-align: -1px; }
+i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem; vertical-align: -1px; }
+td i { width: .55rem; height: .55rem; border-radius: 2px; vertical-align: 0; }
+i.dashed { width: 0; border-left: 2px dashed var(--majority); border-radius: 0; }
 .notes { color: var(--soft); font-size: .85rem; margin: .8rem .2rem 0; }
 .notes p { margin: .25rem 0; }
 @media print { body { background: none; padding: 0; } }
@@ -54,7 +58,8 @@ svg { display: block; width: 100%; height: 26px; }
 
 _READING = (
     "Scores are times 100. Every task counts the same in a mean. Intervals are 95 %: Wilson's for shares, bootstrap "
-    "for correlations, means and differences."
+    "for correlations, means and differences. Majority is the score of the best constant answer, which is the most "
+    "frequent right one. Given most often is the answer that a side gave in most rows, with its share in %."
 )
 _WAYS = {
     "letter": "likelihood of the letter",
@@ -100,6 +105,8 @@ def _cards(report: EvaluationReport) -> str:
     if overall.difference is not None:
         text = f"difference, {_range(overall.difference_interval, signed=True)}"
         cards.append(_card(_number(overall.difference, signed=True), text, _tone(overall)))
+    if overall.majority is not None:
+        cards.append(_card(_number(overall.majority), "majority, mean of tasks: the best constant answers"))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
@@ -109,11 +116,12 @@ def _card(value: str, label: str, tone: str = "") -> str:
 
 def _table(report: EvaluationReport) -> str:
     compared = report.overall.difference is not None
-    columns = ["n", "base", "adapter", "difference"] if compared else ["n", "score"]
+    columns = ["n", *(["base", "adapter", "difference"] if compared else ["score"]), "majority"]
     head = "".join(f"<th>{name}</th>" for name in columns)
     low, high = _scale(report)
     lines = [
-        f'<tr><th class="l">task</th><th class="l">metric</th>{head}<th class="l plot">{_axis(low, high)}</th></tr>'
+        f'<tr><th class="l">task</th>{head}<th class="l">given most often</th>'
+        f'<th class="l plot">{_axis(low, high)}</th></tr>'
     ]
     several = len(report.families) > 1
     family = None
@@ -127,19 +135,36 @@ def _table(report: EvaluationReport) -> str:
 
 def _line(row: ReportRow, compared: bool, low: float, high: float) -> str:
     count = str(row.n) if row.kind == "task" else f"{row.n} tasks"
-    metric = escape(row.metric.replace("_", " "))
-    cells = [f'<td class="l">{escape(row.task)}</td><td class="l">{metric}</td><td>{count}</td>']
+    metric = row.metric.replace("_", " ") if row.kind == "task" else ""
+    cells = [f'<td class="l">{escape(row.task)}<span class="range">{escape(metric)}</span></td><td>{count}</td>']
     if compared:
         cells.append(_cell(row.base, row.base_interval))
     cells.append(_cell(row.score, row.interval))
     if compared:
         cells.append(_cell(row.difference, row.difference_interval, signed=True, tone=_tone(row)))
-    cells.append(f'<td class="l plot">{_bars(row, low, high)}</td>')
+    majority = "" if row.majority is None else _number(row.majority)
+    cells.append(f'<td class="majority">{majority}{_answer(row.majority_answer)}</td>')
+    cells.append(f'<td class="l">{_given(row)}</td><td class="l plot">{_bars(row, low, high)}</td>')
     return f'<tr class="{"" if row.kind == "task" else "mean"}">{"".join(cells)}</tr>'
 
 
 def _cell(value: float | None, interval: Interval | None, signed: bool = False, tone: str = "") -> str:
     return f'<td class="{tone}">{_number(value, signed)}<span class="range">{_range(interval, signed)}</span></td>'
+
+
+def _answer(answer: str | None, before: str = "") -> str:
+    """An answer on a line of its own; what is too long for the column is cut by the page and shown when pointed at."""
+    if answer is None:
+        return ""
+    return f'<span class="range answer" title="{escape(answer)}">{before}{escape(answer) or "(empty)"}</span>'
+
+
+def _given(row: ReportRow) -> str:
+    sides = (("base", row.base_top, row.base_top_answer), ("adapter", row.adapter_top, row.adapter_top_answer))
+    return "".join(
+        _answer(answer, f'<i style="background:var(--{name})"></i><b>{_number(share)}</b> % ')
+        for name, share, answer in sides
+    )
 
 
 def _tone(row: ReportRow) -> str:
@@ -212,11 +237,19 @@ def _bars(row: ReportRow, low: float, high: float) -> str:
             for x1, x2, half in ((a, b, 0), (a, a, 3), (b, b, 3)):  # the line and its two ends
                 ys = f'y1="{middle - half}" y2="{middle + half}"'
                 parts.append(f'<line x1="{x1}%" x2="{x2}%" {ys} stroke="var(--whisker)"/>')
-    label = ", ".join(f"{name} {_number(value)} ({_range(interval)})" for name, value, interval in sides)
+    labels = [f"{name} {_number(value)} ({_range(interval)})" for name, value, interval in sides]
+    if row.majority is not None:
+        x = _place(row.majority, low, high)
+        line = f'<line x1="{x}%" x2="{x}%" y1="0" y2="26" stroke="var(--majority)"'
+        parts.append(f'{line} stroke-width="2" stroke-dasharray="3 2"/>')
+        labels.append(f"majority {_number(row.majority)}")
+    label = ", ".join(labels)
     return f'<svg role="img" aria-label="{escape(label)}"><title>{escape(label)}</title>{"".join(parts)}</svg>'
 
 
 def _legend(report: EvaluationReport) -> str:
     shown = [name for name in ("base", "adapter") if getattr(report.overall, name) is not None]
     items = "".join(f'<span><i style="background:var(--{name})"></i>{name}</span>' for name in shown)
-    return f'<div class="legend">{items}<span>thin line: 95 % interval</span></div>'
+    known = any(row.majority is not None for row in report.rows)
+    dashed = '<span><i class="dashed"></i>dashed line: majority</span>' if known else ""
+    return f'<div class="legend">{items}<span>thin line: 95 % interval</span>{dashed}</div>'

@@ -24,8 +24,9 @@ def load_adapter(path: str | Path, base: str | None = None, dtype: Any = None, d
 
     folder = Path(path).expanduser()
     config = _adapter_config(folder)
-    recipe = _json_file(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else {}
-    name = _base_name(folder, [base] if base else [recipe.get("model"), config.get("base_model_name_or_path")])
+    recipe = read_saved_recipe(folder)
+    named: list[str | None] = [base] if base else [recipe.get("model"), config.get("base_model_name_or_path")]
+    name = _base_name(folder, named, recipe.get("origin", {}).get("base"))
     model, tokenizer = load_model(name, dtype=dtype, device=device)
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = _own_tokenizer(folder, tokenizer)
@@ -36,11 +37,30 @@ def load_adapter(path: str | Path, base: str | None = None, dtype: Any = None, d
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise _problem(
-            f"{str(folder)!r} does not load onto base model {name!r}: {reason}. Save it again, or name its base model."
+            f"{str(folder)!r} does not load onto base model {name!r}: {reason}. Save it again, or name its base model "
+            "with --base NAME."
         ) from error
     if recipe.get("tasks"):
-        setattr(adapted, TASK_IDS, _trained_ids(recipe["tasks"]))
+        ids = recipe.get("origin", {}).get("task_ids")
+        setattr(adapted, TASK_IDS, _trained_ids(recipe["tasks"]) if ids is None else ids)
     return adapted.eval(), tokenizer
+
+
+def read_saved_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe beside an adapter as plain data, or nothing. Its relative paths count from the adapter's folder."""
+    path = folder / RECIPE_FILE
+    recipe = _json_file(path) if path.is_file() else {}
+    if isinstance(recipe.get("model"), str):
+        recipe["model"] = _from(folder, recipe["model"])
+    if isinstance(recipe.get("tasks"), list):
+        recipe["tasks"] = [_from(folder, name) for name in recipe["tasks"]]
+    if isinstance(recipe.get("data"), dict) and recipe["data"].get("folder"):
+        recipe["data"]["folder"] = _from(folder, recipe["data"]["folder"])
+    return recipe
+
+
+def _from(folder: Path, name: Any) -> Any:
+    return str(folder / name) if isinstance(name, str) and name.startswith(".") else name
 
 
 def _adapter_config(folder: Path) -> dict[str, Any]:
@@ -71,8 +91,8 @@ def _json_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _base_name(folder: Path, names: list[str | None]) -> str:
-    """The first of these names that can be found."""
+def _base_name(folder: Path, names: list[str | None], origin: dict[str, Any] | None) -> str:
+    """The first of these names that can be found. `origin`: what the base was, in words that hold anywhere."""
     reasons = []
     for name in dict.fromkeys(name for name in names if name):
         try:
@@ -81,9 +101,12 @@ def _base_name(folder: Path, names: list[str | None]) -> str:
         except ConfigError as error:
             reasons += error.problems
     if not reasons:
-        raise _problem(f"{str(folder)!r} does not say which base model it was made for. Pass base=NAME.")
+        raise _problem(f"{str(folder)!r} does not say which base model it was made for. Name it with --base NAME.")
+    was = ""
+    if origin:
+        was = f" It was {origin['name']!r} ({origin['architecture']}, {origin['parameters']:,} parameters)."
     raise ConfigError(
-        [*reasons, "Pass the base model yourself with base=NAME."],
+        [*reasons, f"Name the base model yourself with --base NAME (in Python base=NAME).{was}"],
         title=f"the base model of {str(folder)!r} is missing",
     )
 

@@ -6,6 +6,7 @@ Everything is deterministic: resampling is drawn from the given seed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -26,16 +27,12 @@ class Interval:
     high: float
 
 
-def accuracy(predicted: Sequence[int], gold: Sequence[int]) -> float:
-    """The share of equal entries; NaN for none."""
-    return mean([float(p == g) for p, g in zip(predicted, gold, strict=True)])
-
-
-def exact_match(predicted: Sequence[str], gold: Sequence[str]) -> float:
-    """The share of equal texts after normalisation."""
-    from monkeyjump.evaluation.answers import normalize
-
-    return mean([float(normalize(p) == normalize(g)) for p, g in zip(predicted, gold, strict=True)])
+def most_frequent(answers: Sequence[str]) -> tuple[str | None, float | None]:
+    """The answer that occurs most often (of equally frequent ones the first) and its share; None for no answers."""
+    if not answers:
+        return None, None
+    [(answer, count)] = Counter(answers).most_common(1)
+    return answer, count / len(answers)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -89,19 +86,6 @@ def percentile_interval(replicates: Floats, level: float = 0.95) -> Interval:
         return Interval(math.nan, math.nan)
     low, high = np.quantile(good, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(low), float(high))
-
-
-def spearman_interval(x: Sequence[float], y: Sequence[float], seed: int = 0) -> Interval:
-    """Bootstrap interval of Spearman's correlation."""
-    return percentile_interval(resampled_spearman(x, y, seed)) if len(x) > 1 else Interval(math.nan, math.nan)
-
-
-def mean_interval(tasks: Sequence[Sequence[float]], seed: int = 0) -> Interval:
-    """Bootstrap interval of a mean of task means.
-
-    The tasks are given, their examples are a sample: examples are redrawn within each task, tasks are not.
-    """
-    return percentile_interval(np.mean([resampled_mean(values, seed + i) for i, values in enumerate(tasks)], axis=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,8 +22,13 @@ from monkeyjump.record import jsonable, write_atomic
 from monkeyjump.tables import Bold, Table, csv_text
 
 _WIDTH = 80  # of the table; names too long for it are cut there, nowhere else
-_SHORT = {"accuracy": "acc", "spearman": "rho", "exact_match": "exact"}
+_SHORT = {"spearman": "rho", "exact_match": "exact"}  # said after a task's name; accuracy is said once, in the title
 _MEASURES = ("base", "adapter", "difference")
+_ANSWERS = ("majority", "base_top", "adapter_top")  # shares; the answers are in fields of these names + "_answer"
+_SIDES = {"base": "the base model", "adapter": "the adapter"}
+_LEGEND = "major: score of the best constant answer; top: % of the answer given most often"
+NO_ANSWER = "(no valid answer)"  # counted as an answer of its own where no option was named
+_CONSTANT, _CONSTANT_ROWS = 0.9, 10  # a side that gives one answer in this share of at least so many rows is named
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,12 @@ class ReportRow:
     difference_interval: Interval | None = None
     dropped: int = 0  # examples that did not fit even without context: not scored
     truncated: int = 0  # examples whose context was cut
+    majority: float | None = None  # share of the most frequent right answer; in a mean, the mean of the tasks' shares
+    majority_answer: str | None = None
+    base_top: float | None = None  # share of the answer that the base model gave most often
+    base_top_answer: str | None = None
+    adapter_top: float | None = None
+    adapter_top_answer: str | None = None
 
     @property
     def score(self) -> float | None:
@@ -78,7 +91,10 @@ def _mean_row(
     rows: Sequence[ReportRow],
     replicates: Mapping[str, Mapping[str, Floats]],
 ) -> ReportRow:
-    row = ReportRow(kind=kind, task=name, family=family, metric="mean", n=len(rows))
+    shares = [r.majority for r in rows if r.n]
+    known = [share for share in shares if share is not None]
+    majority = sum(known) / len(known) if known and len(known) == len(shares) else None
+    row = ReportRow(kind=kind, task=name, family=family, metric="mean", n=len(rows), majority=majority)
     drawn: dict[str, Floats] = {}
     for side in ("base", "adapter"):
         scores = {r.task: getattr(r, side) for r in rows}
@@ -135,13 +151,14 @@ class EvaluationReport:
     def to_csv(self) -> str:
         plain = ["kind", "task", "family", "metric", "mode", "n"]
         names = [f"{m}{end}" for m in _MEASURES for end in ("", "_low", "_high")]
-        lines: list[Any] = [[*plain, *names, "dropped", "truncated"]]
+        last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "dropped", "truncated"]
+        lines: list[Any] = [[*plain, *names, *last]]
         for row in self.ordered():
             values: list[Any] = [getattr(row, name) for name in plain]
             for measure in _MEASURES:
                 interval = getattr(row, f"{measure}_interval")
                 values += [getattr(row, measure), *((interval.low, interval.high) if interval else (None, None))]
-            lines.append(jsonable([*values, row.dropped, row.truncated]))
+            lines.append(jsonable([*values, *(getattr(row, name) for name in last)]))
         return csv_text(lines)
 
     def to_html(self) -> str:
@@ -165,13 +182,14 @@ class EvaluationReport:
 
     def table(self) -> Table:
         """The table that fits 80 columns, its means in bold."""
-        header, lines = table_cells(self)
+        header, lines = _table_cells(self)
         rows = self.ordered()
         shown = [
             line if row.kind == "task" else [Bold(cell) for cell in line] for row, line in zip(rows, lines, strict=True)
         ]
         ends = [index for index, row in enumerate(rows) if row.kind == "family"]
-        return Table(self.title, header, shown, left=2, section_ends=ends)
+        score = "accuracy" if any(row.metric == "accuracy" for row in self.rows) else "score"
+        return Table(f"{self.title}, {score} x 100", header, shown, section_ends=ends)
 
     @property
     def title(self) -> str:
@@ -180,42 +198,67 @@ class EvaluationReport:
         return ", ".join([*shown, f"mode {mode}"] if mode else shown) or "evaluation"
 
     def notes(self) -> list[str]:
-        """What the numbers leave out."""
-        found = []
-        for row in self.rows:
-            if row.dropped:
-                found.append(f"{row.task}: {row.dropped} examples do not fit max_length and were not scored.")
-            if row.truncated:
-                found.append(f"{row.task}: the context of {row.truncated} examples was cut to fit max_length.")
-            if row.mode == "generate" and self.settings.get("mode") in ("letter", "text"):
-                found.append(f"{row.task}: has no options and was scored in mode generate.")
-        return found
+        """What the numbers leave out, in sentences."""
+        dropped = [f"{row.task} {row.dropped} of {row.n + row.dropped}" for row in self.rows if row.dropped]
+        truncated = [f"{row.task} {row.truncated} of {row.n}" for row in self.rows if row.truncated]
+        generated = [row.task for row in self.rows if row.mode == "generate" != self.settings.get("mode", "generate")]
+        sentences = {
+            "These rows do not fit max_length and were not scored": dropped,
+            "These rows lost a part of their context to fit max_length": truncated,
+            "These tasks have rows without options and were scored in mode generate": generated,
+        }
+        listed = [f"{sentence}: {', '.join(tasks)}." for sentence, tasks in sentences.items() if tasks]
+        return [*listed, *(note for row in self.rows for note in _constant_sides(row))]
+
+    def show(self) -> None:
+        """Print the table, and below it what its columns mean and what it leaves out."""
+        self.table().show()
+        print(f"{self._below(shutil.get_terminal_size().columns)}\n")
 
     def __str__(self) -> str:
-        """The table as plain text, for pipes and machines without rich."""
-        return "\n".join([str(self.table()), *self.notes()])
+        """The table and its notes as plain text, for pipes and machines without rich."""
+        return f"{self.table()}\n{self._below(_WIDTH)}"
+
+    def _below(self, width: int) -> str:
+        notes = ["".join(c if c.isprintable() else " " for c in note) for note in (_LEGEND, *self.notes())]
+        return "\n".join(textwrap.fill(note, width) for note in notes)
 
 
-def table_cells(report: EvaluationReport) -> tuple[list[str], list[list[str]]]:
+def _constant_sides(row: ReportRow) -> list[str]:
+    """A sentence for each side that nearly always gives one answer, where the right answers are not so."""
+    if row.n < _CONSTANT_ROWS or (row.majority or 0.0) >= _CONSTANT:
+        return []
+    found = []
+    for side, words in _SIDES.items():
+        share, answer = getattr(row, f"{side}_top"), getattr(row, f"{side}_top_answer")
+        if share is not None and share >= _CONSTANT:
+            said = "gave no valid answer" if answer == NO_ANSWER else f"answered {shortened(answer, 40)!r}"
+            found.append(f"{row.task}: {words} {said} in {round(share * row.n)} of {row.n} rows.")
+    return found
+
+
+def _table_cells(report: EvaluationReport) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the 80-column table."""
     rows = report.ordered()
     compared = report.overall.difference is not None
     score = "score" if report.overall.adapter is None else "adapter"
-    header = ["task", "metric", "n", *(["base"] if compared else []), score, "95 %"]
-    if compared:
-        header += ["diff", "95 %"]
+    header = ["task", "n", *(["base"] if compared else []), score, "95 %"]
+    header += [*(["diff", "95 %"] if compared else []), "major", "top"]
     lines = []
     for row in rows:
-        cells = [row.task, _SHORT.get(row.metric, row.metric), str(row.n)]
-        cells += [percent(row.base)] if compared else []
-        cells += [percent(row.score), span(row.interval)]
+        cells = [str(row.n), *([percent(row.base)] if compared else []), percent(row.score), span(row.interval)]
         if compared:
             cells += [percent(row.difference, signed=True), span(row.difference_interval, signed=True)]
-        lines.append(cells)
-    others = [max(map(len, column)) + 2 for column in zip(header, *lines, strict=True)][1:]
-    for line in lines:
-        line[0] = shortened(line[0], max(8, _WIDTH - sum(others)))
-    return header, lines
+        tops = [f"{100 * share:.0f}" for share in (row.base_top, row.adapter_top) if share is not None]
+        lines.append([*cells, "" if row.majority is None else percent(row.majority), "/".join(tops)])
+    others = [max(map(len, column)) + 2 for column in zip(header[1:], *lines, strict=True)]
+    room = max(8, _WIDTH - sum(others))
+    return header, [[_task_name(row, room), *line] for row, line in zip(rows, lines, strict=True)]
+
+
+def _task_name(row: ReportRow, width: int) -> str:
+    metric = f" ({_SHORT[row.metric]})" if row.metric in _SHORT else ""
+    return shortened(row.task, width - len(metric)) + metric
 
 
 def percent(value: float | None, signed: bool = False) -> str:
@@ -226,9 +269,11 @@ def percent(value: float | None, signed: bool = False) -> str:
 
 
 def span(interval: Interval | None, signed: bool = False) -> str:
+    """An interval in whole numbers. A signed bound keeps its sign at 0, so that the reader sees whether 0 is inside."""
     if interval is None or math.isnan(interval.low):
         return "-"
-    return f"{percent(interval.low, signed)}..{percent(interval.high, signed)}"
+    form = "+.0f" if signed else "z.0f"  # z: no minus before 0
+    return "..".join(format(100 * bound, form) if bound else "0" for bound in (interval.low, interval.high))
 
 
 def shortened(name: str, width: int) -> str:

@@ -16,13 +16,14 @@ from torch import nn
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
+from monkeyjump.evaluation.answers import normalize
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
-from monkeyjump.evaluation.report import EvaluationReport, ReportRow, mean_rows
+from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
 from monkeyjump.evaluation.score import MODES, Mode, Prediction, predict
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
-from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat
+from monkeyjump.tasks.task import ANSWER_FORMATS, LETTERS, AnswerFormat
 
 __all__ = ["EvaluationReport", "EvaluationSettings", "evaluate", "has_adapter", "load_adapter", "without_adapter"]
 
@@ -103,8 +104,7 @@ def evaluate(
                     counts[task.name] = encoder.counts.dropped[task.name], encoder.counts.truncated[task.name]
     rows, replicates = [], {}
     for task in chosen:
-        mode = _mode(examples[task.name], settings)
-        row, replicates[task.name] = _row(task, mode, results[task.name], settings.seed)
+        row, replicates[task.name] = _row(task, examples[task.name], results[task.name], settings)
         dropped, truncated = counts[task.name]
         rows.append(replace(row, dropped=dropped, truncated=truncated))
     families, overall = mean_rows(rows, replicates)
@@ -229,6 +229,35 @@ def _numbers(predictions: Sequence[Prediction]) -> tuple[list[float], list[float
     return predicted, [float(prediction.gold_value or 0.0) for prediction in predictions]
 
 
+def _frequent_answers(
+    metric: str, examples: Sequence[Example], sides: Mapping[str, Sequence[Prediction]]
+) -> dict[str, Any]:
+    """The most frequent right answer and the most frequent answer of each side, as fields of a row."""
+    found: dict[str, Any] = {}
+    same_options = len({example.options for example in examples}) == 1
+    for side, predictions in sides.items():
+        pairs = [_answer_texts(examples[p.index], p, same_options) for p in predictions]
+        found[f"{side}_top_answer"], found[f"{side}_top"] = metrics.most_frequent([said for said, _ in pairs])
+        if metric != "spearman":  # a constant ranks nothing, so that there is no score of one
+            found["majority_answer"], found["majority"] = metrics.most_frequent([right for _, right in pairs])
+    return found
+
+
+def _answer_texts(example: Example, prediction: Prediction, same_options: bool) -> tuple[str, str]:
+    """The given and the right answer as they are counted.
+
+    Rows that share their options are counted by the option's text, others by its letter, free answers by their
+    normalised text.
+    """
+    if not example.options:
+        return normalize(prediction.text or ""), normalize(example.free_answer)
+    names = example.options if same_options else LETTERS
+    if prediction.predicted >= 0:
+        return names[prediction.predicted], names[example.label]
+    # A generated number counts in a rank correlation even where it is none of the options.
+    return NO_ANSWER if prediction.value is None else f"{prediction.value:g}", names[example.label]
+
+
 def _replicates(metric: str, predictions: Sequence[Prediction], seed: int) -> metrics.Floats:
     if not predictions:
         return np.full(metrics.RESAMPLES, math.nan)
@@ -241,10 +270,10 @@ def _replicates(metric: str, predictions: Sequence[Prediction], seed: int) -> me
 
 
 def _row(
-    task: Task, mode: Mode, sides: Mapping[str, list[Prediction]], seed: int
+    task: Task, examples: Sequence[Example], sides: Mapping[str, list[Prediction]], settings: EvaluationSettings
 ) -> tuple[ReportRow, dict[str, metrics.Floats]]:
     # Both sides are resampled with the same draws, so that their difference is one of pairs.
-    draw = seed + zlib.crc32(task.name.encode())
+    draw = settings.seed + zlib.crc32(task.name.encode())
     replicates = {side: _replicates(task.metric, found, draw) for side, found in sides.items()}
     scores = {side: task_score(task.metric, found) for side, found in sides.items()}
     intervals = {
@@ -258,11 +287,12 @@ def _row(
         task=task.name,
         family=task.family,
         metric=task.metric,
-        mode=mode,
+        mode=_mode(examples, settings),
         n=len(next(iter(sides.values()))),
         base=scores.get("base"),
         adapter=scores.get("adapter"),
         base_interval=intervals.get("base"),
         adapter_interval=intervals.get("adapter"),
+        **_frequent_answers(task.metric, examples, sides),
     )
     return row.with_difference(replicates), replicates

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +23,13 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import PairedDifference, paired_difference
 from monkeyjump.evaluation.run import EvaluationReport, load_adapter
 from monkeyjump.experiments.measure import measure_usage
-from monkeyjump.record import RunRecord, read_record, recording, writable_folder, write_record
+from monkeyjump.record import RunRecord, numbered, read_record, recording, writable_folder, write_record
 from monkeyjump.tasks import expand
+from monkeyjump.tasks.preflight import look_at
+from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.run import run, score_on_test
+from monkeyjump.training.shared import Shared
 
 CELL = "record.json"
 
@@ -48,6 +52,16 @@ class Comparison:
     lrs: dict[str, list[float]]
     searched: list[Cell] = field(default_factory=list)
     final: list[Cell] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of the runs that this process made
+    shared: Shared = field(default_factory=Shared)
+
+    def progress(self) -> str:
+        """Which run of how many comes next, and how long the rest may take."""
+        rates = {method: len(lrs) if len(lrs) > 1 else 0 for method, lrs in self.lrs.items()}
+        total = sum(rates.values()) + len(self.methods) * len(self.seeds)
+        done = len(self.searched) + len(self.final)
+        left = f", about {in_words((total - done) * fmean(self.seconds))} left" if self.seconds else ""
+        return f"run {done + 1} of {total}{left}"
 
     def best_lr(self, method: str) -> float:
         tried = [cell for cell in self.searched if cell.method == method]
@@ -105,12 +119,14 @@ def compare(
     if not seeds or not lrs:
         raise ConfigError("compare needs at least one seed and one learning rate.")
     writable_folder(output, "output")
+    look_at(expand(recipe.tasks), recipe.data.folder)  # the search does not open test, and would find it broken late
     comparison = Comparison(recipe, chosen, list(seeds), {method: list(lrs) for method in chosen})
     for method in chosen:
-        if len(lrs) > 1:
-            comparison.searched += [_cell(comparison, output, method, lr, seeds[0], test=False) for lr in lrs]
+        for lr in lrs if len(lrs) > 1 else ():
+            comparison.searched.append(_cell(comparison, output, method, lr, seeds[0], test=False))
         lr = comparison.best_lr(method)
-        comparison.final += [_cell(comparison, output, method, lr, seed, test=True) for seed in seeds]
+        for seed in seeds:
+            comparison.final.append(_cell(comparison, output, method, lr, seed, test=True))
     return comparison
 
 
@@ -132,9 +148,12 @@ def _cell(comparison: Comparison, output: Path, method: str, lr: float, seed: in
         done = _tested(recipe, searched)
         write_record(done, path)
     elif done is None:
-        print(f"\n{method}, learning rate {lr:g}, seed {seed}" + ("" if test else " (validation only)"), flush=True)
+        only = "" if test else " (validation only)"
+        print(f"\n{comparison.progress()}: {method}, learning rate {lr:g}, seed {seed}{only}", flush=True)
+        started = time.perf_counter()
         with recording(path, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed) as done:
-            done.metrics = _run_cell(recipe, test)
+            done.metrics = _run_cell(recipe, test, comparison.shared)
+        comparison.seconds.append(time.perf_counter() - started)
     return Cell(method, lr, seed, done.metrics)
 
 
@@ -147,7 +166,18 @@ def _cell_recipe(comparison: Comparison, output: Path, method: str, lr: float, s
     settings["adapter"] = own[method]
     if method.endswith("_uniform") and "uniform_gate" not in settings["adapter"]:
         settings["adapter"] |= _matched_gate(comparison, method.removesuffix("_uniform"))
-    return recipe_from(settings)
+    recipe = recipe_from(settings)
+    # what was finished with other settings stays, and this run lies beside it
+    recipe.output = str(next(folder for folder in numbered(recipe.folder) if _may_be_run(folder / CELL, recipe)))
+    return recipe
+
+
+def _may_be_run(path: Path, recipe: Recipe) -> bool:
+    """Whether no finished run of another recipe is there."""
+    if not path.is_file():
+        return True
+    record = read_record(path)
+    return record.status != "finished" or _same(record, recipe)
 
 
 def _matched_gate(comparison: Comparison, routed: str) -> dict[str, float]:
@@ -184,15 +214,20 @@ def _finished(path: Path, recipe: Recipe, test: bool) -> RunRecord | None:
     if not path.is_file():
         return None
     record = read_record(path)
-    try:  # a setting that came later has its default in an older record
-        same = recipe_from(record.config).to_dict() == recipe.to_dict()
+    whole = record.status == "finished" and ("mean" in record.metrics or not test)
+    return record if whole and _same(record, recipe) else None
+
+
+def _same(record: RunRecord, recipe: Recipe) -> bool:
+    """Whether a record is of this recipe, wherever it lies. A setting that came later has its default there."""
+    try:
+        return recipe_from({**record.config, "output": None}) == recipe.model_copy(update={"output": None})
     except ConfigError:
-        same = False
-    return record if same and record.status == "finished" and ("mean" in record.metrics or not test) else None
+        return False
 
 
-def _run_cell(recipe: Recipe, test: bool) -> dict[str, Any]:
-    result = run(recipe, overwrite=True, test=test)
+def _run_cell(recipe: Recipe, test: bool, shared: Shared) -> dict[str, Any]:
+    result = run(recipe, overwrite=True, test=test, shared=shared)
     if result.interrupted:
         raise KeyboardInterrupt
     metrics: dict[str, Any] = {
@@ -205,6 +240,7 @@ def _run_cell(recipe: Recipe, test: bool) -> dict[str, Any]:
     metrics["mean_gate"] = None if usage is None else usage.mean_gate
     if result.report is not None:
         metrics |= _test_metrics(result.report)
+    shared.give_back(result.model, result.tokenizer)
     del result
     gc.collect()
     if torch.cuda.is_available():

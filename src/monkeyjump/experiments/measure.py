@@ -23,7 +23,7 @@ def measure_usage(
         return None
     data = recipe.data
     ids = {task.name: index for index, task in enumerate(tasks)}
-    encoder = Encoder(tokenizer, ids, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
+    encoder = Encoder(tokenizer, ids, max_length=data.max_length, answer_format=data.answer)
     collate = PaddingCollator(tokenizer.pad_token_id)
     batches = {}
     for task in tasks:

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from monkeyjump.experiments.compare import Comparison
-from monkeyjump.record import RunRecord, write_atomic, write_record
+from monkeyjump.record import RunRecord, numbered, read_record, write_atomic, write_record
 from monkeyjump.tables import Bold, Table, csv_text
 
 SIDE_BY_SIDE = 4  # methods that fit beside the task names on 80 columns
@@ -103,6 +103,7 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
         metrics={
             "methods": comparison.methods,
             "seeds": comparison.seeds,
+            "rates": comparison.lrs,
             "searched": [
                 {"method": c.method, "lr": c.lr, "seed": c.seed, "validation": c.metrics["validation"]}
                 for c in comparison.searched
@@ -121,4 +122,14 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
     for label, values in rows:
         numbers = [f"{100 * x:.2f}" for m in comparison.methods for x in (fmean(values[m]), spread(values[m]))]
         lines.append([label, *numbers])
-    return [write_record(record, output / "compare.json"), write_atomic(output / "compare.csv", csv_text(lines))]
+    stem = next(path for path in numbered(output / "compare") if _may_be_written(Path(f"{path}.json"), record))
+    return [write_record(record, Path(f"{stem}.json")), write_atomic(f"{stem}.csv", csv_text(lines))]
+
+
+def _may_be_written(path: Path, record: RunRecord) -> bool:
+    """Whether nothing is there, or the table of the same methods, seeds, rates and settings."""
+    if not path.is_file():
+        return True
+    earlier = read_record(path)
+    same = [earlier.metrics.get(name) == record.metrics[name] for name in ("methods", "seeds", "rates")]
+    return earlier.config == record.config and all(same)

@@ -70,7 +70,7 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
         }
     settings.update(overrides)
     targets, shared = settings.get("target_modules"), settings.get("shared_modules")
-    if shared and "shared_modules" not in overrides and not isinstance(targets, str):
+    if shared and "shared_modules" not in overrides and isinstance(targets, list | tuple | set | None):
         settings["shared_modules"] = None if targets is None else [module for module in shared if module in targets]
     settings.setdefault("task_type", "CAUSAL_LM")
     return MonkeyJumpConfig(**settings)

@@ -1,7 +1,7 @@
 """Tasks and their data. Light to import; `mixture`, `collate` and `streaming` are imported where tensors are needed."""
 
 from monkeyjump.tasks.catalog import TaskState, describe, expand, get, groups, names, register
-from monkeyjump.tasks.custom import load_task_file, simple_task
+from monkeyjump.tasks.custom import simple_task
 from monkeyjump.tasks.load import load_examples, stream_examples
 from monkeyjump.tasks.task import Example, FileSource, GeneratedSource, HubSource, Task
 
@@ -17,7 +17,6 @@ __all__ = [
     "get",
     "groups",
     "load_examples",
-    "load_task_file",
     "names",
     "register",
     "simple_task",

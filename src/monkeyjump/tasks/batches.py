@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from monkeyjump.errors import ConfigError
@@ -23,6 +23,32 @@ def bucket(
     if drop_last:
         batches = [batch for batch in batches if len(batch) == batch_size]
     random.Random(key).shuffle(batches)
+    return batches
+
+
+def by_tokens(order: Iterable[int], lengths: Sequence[int], budget: int, key: str) -> Iterator[list[int]]:
+    """Batches of at most `budget` padded tokens, made of similar lengths, as they are asked for.
+
+    Eight batches' worth is sorted at a time, and given in random order: whoever stops early has seen all lengths.
+    """
+    rng, window, tokens = random.Random(key), list[int](), 0
+    for index in order:
+        window.append(index)
+        tokens += lengths[index]
+        if tokens >= 8 * budget:
+            yield from _filled(window, lengths, budget, rng)
+            window, tokens = [], 0
+    yield from _filled(window, lengths, budget, rng)
+
+
+def _filled(window: list[int], lengths: Sequence[int], budget: int, rng: random.Random) -> list[list[int]]:
+    batches: list[list[int]] = []
+    for index in sorted(window, key=lambda index: lengths[index]):  # the last of a batch is its longest
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    rng.shuffle(batches)
     return batches
 
 

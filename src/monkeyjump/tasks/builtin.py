@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monkeyjump.tasks import builtin_words as words
-from monkeyjump.tasks.task import Example, GeneratedSource, Row, Task, pick
+from monkeyjump.tasks.cells import Row, pick
+from monkeyjump.tasks.task import Example, GeneratedSource, Task
 
 SIZES = {"train": 1000, "test": 200}  # at most: as many distinct rows as the material gives
 Maker = Callable[[random.Random, words.Material], dict[str, Any]]

@@ -9,7 +9,6 @@ from pathlib import Path
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
 from monkeyjump.tasks.builtin import BUILTIN_TASKS
-from monkeyjump.tasks.custom import load_task_file
 from monkeyjump.tasks.load import describe_source, find_file
 from monkeyjump.tasks.task import FileSource, GeneratedSource, Task
 from monkeyjump.tasks.text import TEXT_TASKS
@@ -54,6 +53,8 @@ def groups() -> dict[str, list[str]]:
 def get(name: str) -> Task:
     """A task by name, or from a YAML file (a path that ends in .yaml or .yml)."""
     if name.endswith((".yaml", ".yml")):
+        from monkeyjump.tasks.task_file import load_task_file  # only here: it brings pydantic
+
         return load_task_file(name)
     if name not in _TASKS:
         known = [*names(), *groups()]
@@ -85,11 +86,11 @@ def expand(wanted: str | Iterable[str]) -> list[Task]:
     return list(found.values())
 
 
-def describe(data_dir: str | Path | None = None) -> list[TaskState]:
-    """Every task with the state of its data, without touching the network."""
+def describe(data_dir: str | Path | None = None, tasks: Iterable[Task] | None = None) -> list[TaskState]:
+    """Tasks (all there are, unless told) with the state of their data, without touching the network."""
     return [
         TaskState(task.name, task.family, task.metric, task.description, describe_source(task), _state(task, data_dir))
-        for task in map(_TASKS.get, _TASKS)
+        for task in (map(_TASKS.get, _TASKS) if tasks is None else tasks)
     ]
 
 

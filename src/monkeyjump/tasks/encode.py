@@ -31,6 +31,9 @@ class Encoded:
         return len(self.input_ids)
 
 
+Memo = dict[Example, tuple[list[int] | None, list[int], bool]]  # prompt (None: dropped), answer, whether it was cut
+
+
 @dataclass
 class EncodeCounts:
     """What encoding did to the data, per task: report it, nothing is lost silently."""
@@ -56,7 +59,9 @@ class Encoder:
         answer_format: AnswerFormat = "letter",
         too_long: Literal["drop", "raise"] = "drop",
         system: str | None = None,
+        memo: Memo | None = None,
     ) -> None:
+        """`memo` remembers training sequences, for encoders with the same settings that meet the same examples."""
         problems = []
         if answer_format not in ANSWER_FORMATS:
             problems.append(f"answer_format={answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}.")
@@ -74,6 +79,7 @@ class Encoder:
         self.answer_format = answer_format
         self.too_long = too_long
         self.system = system
+        self.memo = memo
         self.counts = EncodeCounts()
 
     # -- the pieces evaluation needs ------------------------------------------------------------
@@ -81,10 +87,6 @@ class Encoder:
     def target_ids(self, text: str) -> list[int]:
         """An answer as ids, closed with eos."""
         return [*self._ids([text])[0], self.tokenizer.eos_token_id]
-
-    def option_ids(self, example: Example) -> list[list[int]]:
-        """The ids of every answer the model could give, in the order of the options, each closed with eos."""
-        return [self.target_ids(text) for text in example.targets(self.answer_format)]
 
     def prompt_ids(self, example: Example) -> list[int] | None:
         """The prompt, its context cut if need be; None if it does not fit even without context (counted as dropped)."""
@@ -109,14 +111,29 @@ class Encoder:
         """Sequences in the order of the examples, dropped ones left out; holds at most a chunk in memory."""
         source = iter(examples)
         while chunk := list(islice(source, chunk_size)):
-            prompts = self._ids([self.prompt_text(example) for example in chunk])
-            answers = self._ids([example.target(self.answer_format) for example in chunk])
-            for example, ids, answer in zip(chunk, prompts, answers, strict=True):
-                prompt = self._fit(example, ids)
-                if prompt is not None:
+            found = self.memo if self.memo is not None else {}
+            self._encode([example for example in chunk if example not in found], found)
+            for example in chunk:
+                prompt, answer, cut = found[example]
+                if cut:
+                    self.counts.truncated[example.task] += 1
+                if prompt is None:
+                    self.counts.dropped[example.task] += 1
+                else:
                     self.counts.encoded[example.task] += 1
                     sequence = [*prompt, *answer, self.tokenizer.eos_token_id]
                     yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0))
+
+    def _encode(self, examples: list[Example], found: Memo) -> None:
+        if not examples:
+            return
+        prompts = self._ids([self.prompt_text(example) for example in examples])
+        answers = self._ids([example.target(self.answer_format) for example in examples])
+        counted, self.counts = self.counts, EncodeCounts()  # `stream` counts, also what was encoded before
+        for example, ids, answer in zip(examples, prompts, answers, strict=True):
+            before = self.counts.truncated.total()
+            found[example] = self._fit(example, ids), answer, self.counts.truncated.total() > before
+        self.counts = counted
 
     # -- fitting --------------------------------------------------------------------------------
 

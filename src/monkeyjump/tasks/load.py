@@ -1,4 +1,4 @@
-"""Rows of a task: from a folder of JSON lines, from the hub, from its own files or its own generator.
+"""Rows of a task: from a folder of data files, from the hub, from its own files or its own generator.
 
 The validation split is carved from train, never from test: a row belongs to it if the hash of its content falls in the
 first `validation_fraction` of the hash range. So the split needs no second pass (streaming sees the same one), does not
@@ -7,20 +7,20 @@ move when rows are added, and two copies of one row are never on different sides
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tasks.task import SPLITS, Example, FileSource, GeneratedSource, HubSource, Row, Task
+from monkeyjump.tasks.cells import Row
+from monkeyjump.tasks.files import ENDINGS, read_rows
+from monkeyjump.tasks.task import SPLITS, Example, FileSource, GeneratedSource, HubSource, Task
 
 VALIDATION_FRACTION = 0.05
-_ENDINGS = (".jsonl.gz", ".jsonl")
 
 
 def load_examples(
@@ -62,7 +62,7 @@ def stream_rows(
         raise ConfigError(
             f"validation_fraction={validation_fraction} must be at least 0 and below 1; 0.05 is the default."
         )
-    own_validation = _has_own_validation(task, data_dir)
+    own_validation = has_own_validation(task, data_dir)
     stored = split if split == "test" or own_validation else "train"
     rows = enumerate(_source_rows(task, stored, data_dir, seed, streaming), start=1)
     if split == "test" or own_validation:
@@ -101,36 +101,46 @@ def describe_source(task: Task) -> str:
 
 
 def find_file(folder: Path, split: str) -> Path | None:
-    """`folder/<split>.jsonl.gz` or `.jsonl`."""
-    return next((path for ending in _ENDINGS if (path := folder / f"{split}{ending}").is_file()), None)
+    """`folder/<split>` with any ending that can be read."""
+    return next((path for ending in ENDINGS if (path := folder / f"{split}{ending}").is_file()), None)
 
 
-def _has_own_validation(task: Task, data_dir: str | Path | None) -> bool:
-    if data_dir is not None and find_file(Path(data_dir) / task.name, "train"):
-        return find_file(Path(data_dir) / task.name, "validation") is not None
+def has_own_validation(task: Task, data_dir: str | Path | None) -> bool:
+    """Whether validation rows are given; they are a part of train otherwise."""
+    if data_dir is not None and find_file(Path(data_dir).expanduser() / task.name, "train"):
+        return find_file(Path(data_dir).expanduser() / task.name, "validation") is not None
     splits = task.source.files if isinstance(task.source, FileSource) else getattr(task.source, "splits", {})
     return "validation" in splits
 
 
+def file_of(task: Task, split: str, data_dir: str | Path | None) -> Path | None:
+    """The file that holds a split: one of the data folder, or one of the task's own; None for other sources."""
+    found = None if data_dir is None else find_file(Path(data_dir).expanduser() / task.name, split)
+    return found or (task.source.files.get(split) if isinstance(task.source, FileSource) else None)
+
+
 def _source_rows(task: Task, split: str, data_dir: str | Path | None, seed: int, streaming: bool) -> Iterable[Row]:
-    if data_dir is not None:
-        found = find_file(Path(data_dir).expanduser() / task.name, split)
-        if found is not None:
-            return read_json_lines(found)
-        if isinstance(task.source, HubSource):  # other tasks bring their own data
-            raise ConfigError(_not_in_folder(task, split, Path(data_dir).expanduser()), title="data not found")
+    path = file_of(task, split, data_dir)
+    if path is not None and path.is_file():
+        return read_rows(path)
+    if data_dir is not None and isinstance(task.source, HubSource):  # other tasks bring their own data
+        raise ConfigError(_not_in_folder(task, split, Path(data_dir).expanduser()), title="data not found")
     match task.source:
         case GeneratedSource(generate=generate):
             return generate(split, seed)
         case FileSource(files=files):
-            if split not in files:
-                raise ConfigError(
-                    f"task {task.name!r} names no {split} file, only {', '.join(files)}. Add `{split}:` to its data.",
-                    title="data not found",
-                )
-            return read_json_lines(files[split])
+            raise ConfigError(_no_file(task, split, files), title="data not found")
         case HubSource():
             return _hub_rows(task, task.source, split, streaming)
+
+
+def _no_file(task: Task, split: str, files: Mapping[str, Path]) -> str:
+    if split not in files:
+        return f"task {task.name!r} names no {split} file, only {', '.join(files)}. Add `{split}:` to its data."
+    return (
+        f"task {task.name!r}: no such data file: {files[split]} ({split}). Paths count from the task's file. Put it "
+        f"there, or give a folder that holds {task.name}/{split}{''.join(files[split].suffixes)} with --data DIR."
+    )
 
 
 def _not_in_folder(task: Task, split: str, folder: Path) -> str:
@@ -138,36 +148,9 @@ def _not_in_folder(task: Task, split: str, folder: Path) -> str:
         return f"data folder {str(folder)!r} does not exist (wanted for task {task.name!r}). Check the path."
     there = sorted(path.name for path in folder.iterdir() if path.is_dir())
     return (
-        f"task {task.name!r}: no {task.name}/{split}.jsonl or {split}.jsonl.gz in {str(folder)!r}, which holds "
-        f"{', '.join(there) or 'no folders'}. Add the file, or leave out the data folder to use the hub."
+        f"task {task.name!r}: no {task.name}/{split}.jsonl (or {', '.join(ENDINGS[1:])}) in {str(folder)!r}, which "
+        f"holds {', '.join(there) or 'no folders'}. Add the file, or leave out the data folder to use the hub."
     )
-
-
-def read_json_lines(path: Path) -> Iterator[Row]:
-    """JSON objects, one a line, gzip or plain; blank lines are skipped."""
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse(line, path, number)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data file {str(path)!r} cannot be read ({error}). Check the file.", title="bad data"
-        ) from error
-
-
-def _parse(line: str, path: Path, number: int) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}, line {number} is not JSON ({error}). Each line must be one JSON object.", title="bad data"
-        ) from error
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"{path}, line {number} is a {type(row).__name__}, not a JSON object with columns.", title="bad data"
-        )
-    return row
 
 
 def _hub_rows(task: Task, source: HubSource, split: str, streaming: bool) -> Iterable[Row]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.cells import BadLabelError, Row, has_column
 
-Row = Mapping[str, Any]
 Split = Literal["train", "validation", "test"]
 AnswerFormat = Literal["letter", "text"]
 Metric = Literal["accuracy", "spearman", "exact_match"]
@@ -76,7 +76,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class FileSource:
-    """JSON lines on this disk, one file per split."""
+    """Files on this disk, one per split: what `tasks.files` can read."""
 
     files: Mapping[str, Path]
 
@@ -89,18 +89,6 @@ class GeneratedSource:
 
 
 Source = HubSource | FileSource | GeneratedSource
-
-
-class BadLabelError(ValueError):
-    """A label that names no option. Raised by render functions; `Task.example` adds task, row and fix."""
-
-
-def pick(value: Any, allowed: Sequence[Any]) -> int:
-    """The index of a label among the values it may have. Types count: True is no 1, except where `allowed` says so."""
-    for index, candidate in enumerate(allowed):
-        if type(candidate) is type(value) and candidate == value:
-            return index
-    raise BadLabelError(f"label {value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
 @dataclass(frozen=True)
@@ -137,7 +125,7 @@ class Task:
         return [self.example(row, number) for number, row in enumerate(rows, start=1)]
 
     def _check_columns(self, row: Row, number: int) -> None:
-        missing = [name for name in self.fields if not any(part in row for part in name.split("|"))]
+        missing = [name for name in self.fields if not any(has_column(row, part) for part in name.split("|"))]
         if missing:
             names = ", ".join(repr(name.replace("|", "' or '")) for name in missing)
             there = ", ".join(map(repr, row)) or "none"

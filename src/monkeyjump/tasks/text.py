@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from monkeyjump.tasks.task import LETTERS, BadLabelError, Example, HubSource, Metric, Row, Task, pick
+from monkeyjump.tasks.cells import BadLabelError, Row, listed, lookup, missing, number, pick
+from monkeyjump.tasks.task import LETTERS, Example, HubSource, Metric, Task
 
 _DIGITS = "123456789"
 STSB_VALUES = ("0", "1", "2", "3", "4", "5")
 
 
 def _text(row: Row, column: str) -> str:
-    return str(row[column]).strip()
+    return "" if missing(row[column]) else str(row[column]).strip()
 
 
 # -- GLUE ---------------------------------------------------------------------------------------
@@ -75,14 +76,15 @@ def render_stsb(row: Row) -> Example:
     expected value under the options' probabilities is a continuous prediction, which is what a rank correlation wants.
     """
     value = row["score"] if "score" in row else row["label"]  # the hub calls it label
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 5:
+    score = number(value)
+    if score is None or not 0 <= score <= 5:
         raise BadLabelError(f"score {value!r} is not a number from 0 to 5")
     return Example(
         context=f"Sentence 1: {_text(row, 'sentence1')}\nSentence 2: {_text(row, 'sentence2')}",
         question="How similar are the two sentences, from 0 (unrelated) to 5 (same meaning)?",
         options=STSB_VALUES,
-        label=int(value + 0.5),  # half up: 2.5 is nearer to "rather similar"
-        score=float(value),
+        label=int(score + 0.5),  # half up: 2.5 is nearer to "rather similar"
+        score=score,
     )
 
 
@@ -112,7 +114,7 @@ def render_social_iqa(row: Row) -> Example:
         context=_text(row, "context"),
         question=_text(row, "question"),
         options=tuple(_text(row, f"answer{letter}") for letter in "ABC"),
-        label=pick(str(row["label"]).strip(), ("1", "2", "3")),
+        label=pick(row["label"], ("1", "2", "3")),
     )
 
 
@@ -125,8 +127,8 @@ def _untag(text: str) -> str:
 
 
 def render_hellaswag(row: Row) -> Example:
-    endings = tuple(_untag(ending) for ending in row["endings"])
-    label = pick(str(row["label"]).strip(), [str(index) for index in range(len(endings))])
+    endings = tuple(_untag(ending) for ending in listed(row["endings"], "endings"))
+    label = pick(row["label"], range(len(endings)))
     question = "How does this go on?"
     return Example(context=_untag(_text(row, "ctx")), question=question, options=endings, label=label, cut="start")
 
@@ -135,14 +137,14 @@ def render_winogrande(row: Row) -> Example:
     return Example(
         question=f"{_text(row, 'sentence')}\nWhat fits the blank?",
         options=(_text(row, "option1"), _text(row, "option2")),
-        label=pick(str(row["answer"]).strip(), ("1", "2")),
+        label=pick(row["answer"], ("1", "2")),
     )
 
 
 def _choices(row: Row, question: str) -> Example:
     """ARC and OpenBookQA: choices with labels of their own, A-E in most rows, 1-5 in some; ours are always letters."""
-    options = tuple(str(text).strip() for text in row["choices"]["text"])
-    names = [str(label).strip() for label in row["choices"]["label"]]
+    options = tuple(str(text).strip() for text in listed(lookup(row, "choices.text"), "choices.text"))
+    names = [str(label).strip() for label in listed(lookup(row, "choices.label"), "choices.label")]
     key = str(row["answerKey"]).strip()
     if key not in names:  # a key of the other alphabet, seen in copies of ARC
         swapped = dict(zip(_DIGITS + LETTERS[:9], LETTERS[:9] + _DIGITS, strict=True))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import Task
-from monkeyjump.tasks.batches import BatchSampler, bucket_sizes
+from monkeyjump.tasks.batches import BatchSampler, bucket_sizes, by_tokens
 from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
-from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.encode import Encoder, Memo
 from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.tasks.streaming import StreamingMixture
 from monkeyjump.training.progress import say
@@ -21,6 +22,7 @@ from monkeyjump.training.recipe import Recipe
 
 # Widths of padded batches that are compiled: each is a compilation, short for blocks and long for a whole model.
 WIDTHS = {"blocks": 6, "model": 4}
+GPU_TOKENS, CPU_TOKENS = 16_384, 1_024  # of one forward while tokens are read for the centres
 
 
 @dataclass
@@ -31,7 +33,7 @@ class TrainingData:
     sampler: BatchSampler | None  # None: streamed
     collator: Any
     shapes: int | None  # how many shapes batches can have; None: as many as there are lengths
-    calibration: DataLoader | None = None  # for the centres, where the training batches themselves cannot be used
+    calibration: Iterable[dict[str, torch.Tensor]] | None = None  # for the centres; None: streamed, from the stream
 
     def steps(self, recipe: Recipe, ranks: int = 1) -> int:
         """Optimiser steps of the whole run, counted as the Trainer counts them; ranks share the batches of an epoch."""
@@ -41,10 +43,10 @@ class TrainingData:
         return max(1, math.ceil(recipe.train.epochs * per_epoch))
 
 
-def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any) -> TrainingData:
+def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, memo: Memo | None = None) -> TrainingData:
     """The data of a recipe. Compiled training gets batches of few fixed shapes."""
     data = recipe.data
-    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)  # type: ignore[arg-type]
+    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer, memo=memo)
     if data.streaming:
         items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)
         # lengths are not known before they come: full, half and quarter length
@@ -89,27 +91,36 @@ def _padded(
     fixed = tuple(sorted(recipe.data.buckets)) or (sizes if recipe.train.compile else ())
     rows = recipe.train.batch_size if recipe.train.compile else 0
     collator = PaddingCollator(tokenizer.pad_token_id, multiple_of=8, buckets=fixed, rows=rows)
-    return TrainingData(items, sampler, collator, len(fixed) or None)
+    calibration = CalibrationBatches(items, tokenizer, recipe.seed) if isinstance(items, Mixture) else None
+    return TrainingData(items, sampler, collator, len(fixed) or None, calibration)
 
 
 def _packed(recipe: Recipe, tokenizer: Any, mixture: Mixture) -> TrainingData:
     capacity = recipe.data.max_length * recipe.train.batch_size
     most = capacity // min(mixture.lengths) if recipe.train.compile else None
-    # rows are filled by the sampler, not by the collator: a loader that shuffles by itself cannot pack
-    calibration: DataLoader = DataLoader(
-        mixture,  # type: ignore[arg-type]
-        batch_size=recipe.train.batch_size,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(recipe.seed),
-        collate_fn=PaddingCollator(tokenizer.pad_token_id, multiple_of=8),
-    )
     return TrainingData(
         mixture,
         BatchSampler.packed(mixture.order, mixture.lengths, capacity),
         PackingCollator(tokenizer.pad_token_id, length=capacity, max_sequences=most),
         shapes=1,
-        calibration=calibration,
+        calibration=CalibrationBatches(mixture, tokenizer, recipe.seed),
     )
+
+
+class CalibrationBatches:
+    """Texts of a mixture in random order, in batches that fill a device: centres need no loss and no small batches."""
+
+    def __init__(self, mixture: Mixture, tokenizer: Any, seed: int) -> None:
+        self.mixture = mixture
+        self.collator = PaddingCollator(tokenizer.pad_token_id, multiple_of=8)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        order = list(range(len(self.mixture)))
+        random.Random(f"{self.seed}/centres").shuffle(order)
+        budget = GPU_TOKENS if torch.cuda.is_available() else CPU_TOKENS
+        for batch in by_tokens(order, self.mixture.lengths, budget, f"{self.seed}/centres/batches"):
+            yield self.collator([self.mixture[index] for index in batch])
 
 
 def _report_padding(lengths: list[int], sizes: tuple[int, ...]) -> None:

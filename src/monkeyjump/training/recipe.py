@@ -1,93 +1,132 @@
-"""A recipe: one YAML file behind one typed configuration, with overrides such as `train.lr=1e-3` on top."""
+"""A recipe: one YAML file behind one typed configuration, with overrides such as `train.lr=1e-3` on top.
+
+The types are the truth: they check a recipe, and the reference page and the schema for editors are made from them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Union
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from monkeyjump.checked import Number, Section, section_of, validated
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.training.recipe_checks import check
+from monkeyjump.training.recipe_checks import check, is_folder_name
 from monkeyjump.yaml_files import parse_yaml
 
 
-@dataclass
-class DataSettings:
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _folder_name(value: str) -> str:
+    if not is_folder_name(value):
+        raise PydanticCustomError("rule", "must be the name of one folder; choose another place with output=DIR")
+    return value
+
+
+_NAMES = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
+Names = Annotated[list[str], BeforeValidator(_listed), WithJsonSchema(_NAMES)]  # a lone name is a list of one
+Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
+class DataSettings(Section):
     """What is trained on."""
 
-    folder: str | None = None  # JSON lines, <task>/{train,test}.jsonl.gz; None: the hub (built-in tasks need neither)
-    answer: str = "letter"  # what is learnt and scored: the option's letter, or its text
-    cap: int | None = None  # most training rows of a task
-    caps: dict[str, int] = field(default_factory=dict)  # the same, for single tasks
-    weights: dict[str, float] = field(default_factory=dict)  # relative sampling weight of single tasks
-    temperature: float | None = None  # None: every row once an epoch; T: tasks drawn by size ** (1 / T)
-    validation: int = 200  # most validation rows of a task, taken from its training data
-    max_length: int = 1024
-    packing: bool = False  # padding-free rows of fixed length
-    buckets: list[int] = field(default_factory=list)  # widths of padded batches; []: multiples of 8, or few to compile
-    streaming: bool = False  # read and encode while training, for data that does not fit in memory
+    folder: str | None = Field(
+        None,
+        description="folder with <task>/train.jsonl and test.jsonl (or csv, parquet, ...); null: the hub. Built-in "
+        "tasks and tasks with files of their own need neither",
+    )
+    answer: Literal["letter", "text"] = Field("letter", description="what is learnt and scored of an option")
+    cap: int | None = Field(None, ge=1, description="most training rows of a task")
+    caps: dict[str, Annotated[int, Field(ge=1)]] = Field({}, description="the same, for single tasks")
+    weights: dict[str, Positive] = Field({}, description="relative sampling weight of single tasks")
+    temperature: Positive | None = Field(
+        None, description="null: every row once an epoch; T: tasks drawn by size ** (1 / T)"
+    )
+    validation: int = Field(
+        200,
+        ge=1,
+        description="most validation rows of a task, taken from its training data; they choose the checkpoint",
+    )
+    max_length: int = Field(1024, ge=8, description="most tokens of a text; only its context is cut")
+    packing: bool = Field(False, description="rows of one fixed length without padding")
+    buckets: list[Annotated[int, Field(ge=1)]] = Field(
+        [], description="widths of padded batches, e.g. 128,256,512; []: multiples of 8, or few widths to compile"
+    )
+    streaming: bool = Field(False, description="read and encode while training, for data that does not fit in memory")
 
 
-@dataclass
-class TrainSettings:
+class TrainSettings(Section):
     """The optimisation. The defaults are the paper's for text."""
 
-    lr: float = 1e-4
-    epochs: float = 2.0
-    max_steps: int | None = None
-    batch_size: int = 4
-    accumulation: int = 4
-    schedule: str = "cosine"
-    warmup: float = 0.1  # share of all steps
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    bf16: bool | None = None  # None: on a GPU that has it
-    gradient_checkpointing: bool = False
-    compile: bool | str = False  # blocks (true): each block, a short wait; model: all blocks as one graph, a long one
-    cuda_graphs: bool = False  # with compile=model, on a GPU: launch a whole pass at once
-    fused_loss: bool | str = "auto"  # no logits in training: liger, torch, true (the better there is); auto: on a GPU
-    eval_steps: int | None = None  # None: four times in the run
-    save_steps: int | None = None  # None: as often as it is evaluated
-    keep_checkpoints: int = 2
-    patience: int | None = None  # evaluations without improvement before stopping; None: never
-    log_steps: int = 10
-    report_to: list[str] = field(default_factory=list)
-    workers: int = 0
+    lr: Positive = Field(1e-4, description="learning rate")
+    epochs: Positive = Field(2.0, description="times through the data")
+    max_steps: int | None = Field(None, ge=1, description="steps instead of epochs")
+    batch_size: int = Field(4, ge=1, description="texts of one forward")
+    accumulation: int = Field(4, ge=1, description="forwards of one step")
+    schedule: Schedule = Field("cosine", description="how the learning rate goes down")
+    warmup: Number = Field(0.1, ge=0, lt=1, description="share of all steps in which the learning rate goes up")
+    weight_decay: Number = Field(0.1, ge=0, allow_inf_nan=False, description="AdamW's")
+    max_grad_norm: Number = Field(1.0, ge=0, allow_inf_nan=False, description="where gradients are clipped; 0: nowhere")
+    bf16: bool | None = Field(None, description="null: on a GPU that has it")
+    gradient_checkpointing: bool = Field(False, description="less memory, a second forward in the backward")
+    compile: Literal[False, True, "blocks", "model"] = Field(
+        False, description="blocks (true): each block, a short wait; model: all blocks as one graph, a long one"
+    )
+    cuda_graphs: bool = Field(False, description="with compile=model, on a GPU: launch a whole pass at once")
+    fused_loss: Literal[False, True, "auto", "liger", "torch", "off"] = Field(
+        "auto", description="the loss without logits: liger, torch, true (the better there is); auto: on a GPU"
+    )
+    eval_steps: int | None = Field(None, ge=1, description="steps between validations; null: four times in the run")
+    save_steps: int | None = Field(
+        None, ge=1, description="steps between checkpoints; null: as often as it is validated"
+    )
+    keep_checkpoints: int = Field(2, ge=2, description="checkpoints on disk, of which one may be lost in a crash")
+    patience: int | None = Field(None, ge=1, description="validations without improvement before stopping; null: never")
+    log_steps: int = Field(10, ge=1, description="steps between two lines of the log")
+    report_to: Names = Field([], description="loggers of Transformers, such as tensorboard or wandb")
+    workers: int = Field(0, ge=0, description="processes that prepare batches")
 
 
-@dataclass
-class EvaluateSettings:
+class EvaluateSettings(Section):
     """How answers are scored, before, during and after training."""
 
-    mode: str | None = None  # letter, text or generate; None: as data.answer
-    validation_limit: int | None = 100  # rows of a task while training
-    test_limit: int | None = None  # rows of a task in the final table
-    batch_tokens: int = 8192
-    before: bool = True  # score the base model too
+    mode: Literal["letter", "text", "generate"] | None = Field(None, description="null: as data.answer")
+    validation_limit: int | None = Field(100, ge=1, description="most rows of a task while training")
+    test_limit: int | None = Field(None, ge=1, description="most rows of a task in the final table")
+    batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward")
+    before: bool = Field(True, description="score the base model too")
 
 
-@dataclass
-class Recipe:
+class Recipe(Section):
     """One run: a model, a method, tasks, and what to do with them."""
 
-    name: str = "run"
-    model: str = "smollm2-135m"
-    method: str = "mjlora"
-    preset: str = "mj_paper"
-    adapter: dict[str, Any] = field(default_factory=dict)  # fields of MonkeyJumpConfig, on top of the method's
-    tasks: list[str] = field(default_factory=lambda: ["builtin"])  # task names, families, or YAML files of tasks
-    data: DataSettings = field(default_factory=DataSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
-    seed: int = 0
-    output: str | None = None  # None: runs/<name>
+    name: Annotated[str, AfterValidator(_folder_name)] = Field("run", description="what the run is called")
+    model: str = Field("smollm2-135m", description="a model by name, a Hugging Face id, a folder or a GGUF file")
+    method: str = Field("mjlora", description="one of `monkeyjump methods`")
+    preset: str = Field("mj_paper", description="mj_paper (all methods alike) or published (each as in its paper)")
+    adapter: dict[str, Any] = Field({}, description="fields of MonkeyJumpConfig, on top of the method's")
+    tasks: Annotated[Names, Field(min_length=1)] = Field(
+        ["builtin"], description="task names, groups, or YAML files of tasks"
+    )
+    data: DataSettings = Field(default_factory=DataSettings, description="what is trained on")
+    train: TrainSettings = Field(default_factory=TrainSettings, description="the optimisation")
+    evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings, description="how answers are scored")
+    seed: int = Field(0, ge=0, lt=2**32, description="of data order, adapters and centres")
+    output: str | None = Field(None, description="folder of the results; null: runs/<name>")
 
     @property
     def folder(self) -> Path:
@@ -98,7 +137,7 @@ class Recipe:
         return self.evaluate.mode or self.data.answer
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return self.model_dump()
 
 
 def names() -> list[str]:
@@ -111,23 +150,12 @@ def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
     settings = _read(source)
     for override in overrides:
         _apply(settings, override)
-    problems: list[str] = []
-    recipe = _typed(Recipe, settings, "", problems)
-    if not problems:
-        problems = check(recipe)
-    if problems:
-        raise ConfigError(problems, title=f"recipe {source!r}")
-    return recipe
+    return recipe_from(settings, f"recipe {source!r}")
 
 
 def recipe_from(settings: Mapping[str, Any], title: str = "recipe") -> Recipe:
     """A recipe from plain data, checked like a file."""
-    problems: list[str] = []
-    recipe = _typed(Recipe, settings, "", problems)
-    problems = problems or check(recipe)
-    if problems:
-        raise ConfigError(problems, title=title)
-    return recipe
+    return validated(Recipe, settings, title, check)
 
 
 def _bundled() -> Any:
@@ -164,9 +192,12 @@ def _apply(settings: dict[str, Any], override: str) -> None:
 
 def _hint(key: str) -> Any:
     """The type of a setting; Any where it is unknown or free, as under `adapter`."""
-    hint: Any = Recipe
+    section: type[Section] | None = Recipe
+    hint: Any = Any
     for part in key.split("."):
-        hint = typing.get_type_hints(hint).get(part, Any) if dataclasses.is_dataclass(hint) else Any
+        field = section.model_fields.get(part) if section is not None else None
+        hint = Any if field is None else field.annotation
+        section = section_of(hint)
     return hint
 
 
@@ -176,8 +207,10 @@ def parse_value(text: str, hint: Any = Any) -> Any:
     Where text is wanted it stays text, were it `none` or 2024; there `null` alone is no value.
     """
     wanted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if hint == list[str] and not text.startswith("["):
-        return text.split(",")
+    if hint == list[str]:
+        return [
+            part.strip().strip("'\"") for part in text.removeprefix("[").removesuffix("]").split(",") if part.strip()
+        ]
     if text.lower() == "null" or (text.lower() == "none" and str not in wanted):
         return None
     if text.lower() in ("true", "false") and (bool in wanted or str not in wanted):
@@ -187,69 +220,7 @@ def parse_value(text: str, hint: Any = Any) -> Any:
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        return [parse_value(part) for part in text.split(",")] if "," in text else text
-
-
-def _typed(cls: type, settings: Mapping[str, Any], where: str, problems: list[str]) -> Any:
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
-    values: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{where}{key}"
-        if key not in known:
-            problems.append(f"unknown key {name!r}.{did_you_mean(str(key), known)} Known here: {', '.join(known)}.")
-            continue
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            if isinstance(value, Mapping):
-                values[key] = _typed(typing.cast(type, hint), value, f"{name}.", problems)
-            else:
-                problems.append(f"{name}={value!r} must be a section of keys and values.")
-        else:
-            ok, converted = _convert(value, hint)
-            if ok:
-                values[key] = converted
-            else:
-                problems.append(f"{name}={value!r} must be {_describe(hint)}.")
-    return cls(**values)
-
-
-def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
-    """(fits, value as `hint`). YAML reads 1e-4 as text, and a lone name where a list is meant: both are understood."""
-    origin = typing.get_origin(hint)
-    if hint is Any:
-        return True, value
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return type(None) in typing.get_args(hint), None
-        for option in typing.get_args(hint):
-            ok, converted = _convert(value, option) if option is not type(None) else (False, None)
-            if ok:
-                return True, converted
-        return False, None
-    if origin is list and isinstance(value, list | str):
-        items = [_convert(item, typing.get_args(hint)[0]) for item in ([value] if isinstance(value, str) else value)]
-        return all(ok for ok, _ in items), [item for _, item in items]
-    if origin is dict and isinstance(value, Mapping):
-        entries = {key: _convert(item, typing.get_args(hint)[1]) for key, item in value.items()}
-        fits = all(isinstance(key, str) and ok for key, (ok, _) in entries.items())
-        return fits, {key: item for key, (_, item) in entries.items()}
-    if hint is bool:
-        return isinstance(value, bool), value
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool), value
-    if hint is float:
-        try:
-            return not isinstance(value, bool), float(value)
-        except (TypeError, ValueError, OverflowError):
-            return False, None
-    return hint is str and isinstance(value, str), value
-
-
-def _describe(hint: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is list:
-        return f"a list of {words[typing.get_args(hint)[0]].removeprefix('a ')}; put words such as no in quotes"
-    return words.get(hint, "a section of names and values; put names such as no in quotes")
+        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        if inner == text and "," not in text:
+            return text
+        return [parse_value(part.strip().strip("'")) for part in inner.split(",")]

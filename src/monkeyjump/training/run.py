@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,19 +16,28 @@ from transformers import set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation.load import RECIPE_FILE
 from monkeyjump.evaluation.run import EvaluationReport, evaluate
-from monkeyjump.models import load_model, published_name
-from monkeyjump.record import writable_folder, write_atomic
 from monkeyjump.tasks import Task, expand
+from monkeyjump.tasks.preflight import SplitLook, look_at, origins
+from monkeyjump.tasks.task import SPLITS
 from monkeyjump.training.callbacks import MonkeyJumpCallback
-from monkeyjump.training.card import model_card
-from monkeyjump.training.data import training_data
+from monkeyjump.training.data import TrainingData, training_data
+from monkeyjump.training.estimate import estimate
 from monkeyjump.training.fast_path import FastPath, fast_path
-from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, forget_after, is_main_rank, say
-from monkeyjump.training.recipe import Recipe, recipe_from
-from monkeyjump.training.trainer import SaveEvery, TaskTrainer, early_stopping, last_checkpoint, training_arguments
+from monkeyjump.training.folder import checkpoint_to_resume, clear, locked
+from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, is_main_rank, say
+from monkeyjump.training.recipe import Recipe
+from monkeyjump.training.saving import save_adapter, write_card
+from monkeyjump.training.shared import Shared
+from monkeyjump.training.trainer import (
+    SaveEvery,
+    TaskTrainer,
+    check_loggers,
+    early_stopping,
+    last_checkpoint,
+    training_arguments,
+)
+from monkeyjump.tuner.centers.sample import affordable_tokens
 from monkeyjump.tuner.count import ParameterCount, count_parameters
 
 
@@ -48,17 +53,30 @@ class RunResult:
     report: EvaluationReport | None = None
     best_validation: float | None = None
     measurements: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)  # base, data and task ids in words that hold anywhere
     is_main: bool = True  # of several ranks, the one that writes files and speaks
     interrupted: bool = False
 
 
-def run(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True) -> RunResult:
-    """Train as the recipe says. `resume` goes on from the last checkpoint, exactly as if nothing had happened."""
+def run(
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, test: bool = True, shared: Shared | None = None
+) -> RunResult:
+    """Train as the recipe says. `resume` goes on from the last checkpoint, exactly as if nothing had happened.
+
+    `overwrite` replaces an earlier run in the same folder; without it, nothing that is there is touched. `shared` holds
+    what an earlier run of this process has loaded.
+    """
     ranks = PartialState(cpu=not torch.cuda.is_available())
-    # every problem of the recipe before anything of an earlier run is touched
+    # every problem of the recipe and of the data before anything of an earlier run is touched
     tasks, config = expand(recipe.tasks), methods.build(recipe.method, recipe.preset, **recipe.adapter)
-    with _locked(recipe.folder) if ranks.is_main_process else nullcontext():
-        return _run(recipe, tasks, config, ranks, resume=resume, overwrite=overwrite, test=test)
+    check_loggers(recipe.train.report_to)
+    if not ranks.is_main_process:
+        checkpoint = last_checkpoint(recipe.folder / "checkpoints") if resume else None
+        return _run(recipe, tasks, config, ranks, checkpoint, looks=[], test=test, shared=shared or Shared())
+    with locked(recipe.folder):
+        checkpoint = checkpoint_to_resume(recipe.folder, resume, overwrite)
+        looks = look_at(tasks, recipe.data.folder, splits=SPLITS if test else SPLITS[:2], seed=recipe.seed)
+        return _run(recipe, tasks, config, ranks, checkpoint, looks=looks, test=test, shared=shared or Shared())
 
 
 def _run(
@@ -66,27 +84,31 @@ def _run(
     tasks: list[Task],
     config: MonkeyJumpConfig,
     ranks: PartialState,
+    checkpoint: Path | None,
     *,
-    resume: bool,
-    overwrite: bool,
+    looks: list[SplitLook],
     test: bool,
+    shared: Shared,
 ) -> RunResult:
-    checkpoint = _prepare_folder(recipe, resume, overwrite) if ranks.is_main_process else None
+    base, tokenizer = shared.take(recipe)
+    set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
+    model = get_peft_model(base, config)
+    batches = training_data(recipe, tasks, tokenizer, shared.memo(recipe))
+    steps = batches.steps(recipe, ranks.num_processes)
+    data = origins(tasks, looks, recipe.data.folder)
+    if ranks.is_main_process:
+        _say_how_long(model, recipe, config, batches, steps, looks if checkpoint is None else [])
+        clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
-    if resume and checkpoint is None:
-        checkpoint = last_checkpoint(recipe.folder / "checkpoints")
-    set_seed(recipe.seed)
-    model, tokenizer = _model(recipe, config)
-    data = training_data(recipe, tasks, tokenizer)
     interruptible = Interruptible()
-    with fast_path(model, recipe, data.shapes, on_gpu=torch.cuda.is_available()) as fast:
+    with fast_path(model, recipe, batches.shapes, on_gpu=torch.cuda.is_available()) as fast:
         trainer = TaskTrainer(
             model,
-            training_arguments(recipe, data.steps(recipe, ranks.num_processes), on_gpu=torch.cuda.is_available()),
-            data,
+            training_arguments(recipe, steps, on_gpu=torch.cuda.is_available()),
+            batches,
             lambda current: _validate(current, tokenizer, tasks, recipe),
             [
-                MonkeyJumpCallback(seed=recipe.seed, dataloader=data.calibration),
+                MonkeyJumpCallback(seed=recipe.seed, dataloader=batches.calibration),
                 ProgressBar(),
                 JsonLines(recipe.folder / "log.jsonl"),
                 interruptible,
@@ -116,12 +138,29 @@ def _run(
     best = trainer.state.best_metric  # None or minus infinity: never validated, or never to a number
     result.best_validation = best if best is not None and math.isfinite(best) else None
     if ranks.is_main_process:
-        save_adapter(result, recipe, config)
+        save_adapter(result, recipe, config, data)
     if test:
         result.report = score_on_test(model, tokenizer, tasks, recipe)
         if ranks.is_main_process:
-            _write_card(result, recipe, config)
+            result.report.save(recipe.folder / "evaluation")  # at once: what comes later may fail
+            write_card(result, recipe, config)
     return result
+
+
+def _say_how_long(
+    model: nn.Module,
+    recipe: Recipe,
+    config: MonkeyJumpConfig,
+    batches: TrainingData,
+    steps: int,
+    looks: list[SplitLook],
+) -> None:
+    if not looks:  # a resumed run: how much of it is left is seen at its bar
+        return
+    tokens = config.init_tokens or affordable_tokens(model) if config.uses_centers else 0
+    found = estimate(model, recipe, batches, steps, looks, tokens)
+    if found is not None:
+        say(f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts: {found}")
 
 
 def score_on_test(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> EvaluationReport:
@@ -136,81 +175,6 @@ def score_on_test(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: R
         progress=is_main_rank(),
         **_scoring(recipe),
     )
-
-
-def save_adapter(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> None:
-    """The adapter, its tokenizer, its card and the recipe it came from, in `folder/adapter`."""
-    folder = recipe.folder / "adapter"
-    result.model.save_pretrained(folder)  # type: ignore[operator]
-    result.tokenizer.save_pretrained(folder)
-    # PEFT has written where the base model lies on this machine. Only now: for a hub id it would ask the network.
-    path = folder / "adapter_config.json"
-    written = json.loads(path.read_text(encoding="utf-8"))
-    written["base_model_name_or_path"] = published_name(recipe.model)
-    write_atomic(path, json.dumps(written, indent=2, sort_keys=True) + "\n")
-    _write_card(result, recipe, config)
-    (folder / RECIPE_FILE).write_text(json.dumps(recipe.to_dict(), indent=2) + "\n", encoding="utf-8")
-
-
-def _write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> None:
-    write_atomic(recipe.folder / "adapter" / "README.md", model_card(recipe, config, result.parameters, result.report))
-
-
-def saved_recipe(folder: Path) -> Recipe | None:
-    """The recipe an adapter folder came from, if it says."""
-    path = folder / RECIPE_FILE
-    return recipe_from(json.loads(path.read_text(encoding="utf-8")), str(path)) if path.is_file() else None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for one run. The system frees the lock of a process that ended, however it ended."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(writable_folder(folder, "output") / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(
-            f"output={str(folder)!r}: another process trains in this folder. Wait for its end, or choose another "
-            "folder with output=DIR.",
-            title="folder in use",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _prepare_folder(recipe: Recipe, resume: bool, overwrite: bool) -> Path | None:
-    """The checkpoint to go on from, or a folder ready for a new run."""
-    checkpoints = recipe.folder / "checkpoints"
-    last = last_checkpoint(checkpoints)
-    finished = (recipe.folder / "adapter" / RECIPE_FILE).is_file()
-    if resume:
-        if last is None:
-            raise ConfigError(f"nothing to resume in {recipe.folder}: there is no checkpoint. Run without --resume.")
-        forget_after(recipe.folder / "log.jsonl", int(last.name.rpartition("-")[2]))
-        return last
-    if last is not None and not finished and not overwrite:
-        raise ConfigError(
-            f"{recipe.folder} holds an unfinished run (last checkpoint {last.name}): continue it with --resume, "
-            "replace it with --overwrite, or choose another folder with output=DIR."
-        )
-    for leftover in (checkpoints, recipe.folder / "adapter"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    (recipe.folder / "log.jsonl").unlink(missing_ok=True)
-    return None
-
-
-def _model(recipe: Recipe, config: MonkeyJumpConfig) -> tuple[nn.Module, Any]:
-    gpu = torch.cuda.is_available()
-    bf16 = recipe.train.bf16 if recipe.train.bf16 is not None else gpu and torch.cuda.is_bf16_supported()
-    model, tokenizer = load_model(
-        recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device=PartialState().device if gpu else None
-    )
-    model.config.use_cache = False
-    return get_peft_model(model, config), tokenizer
 
 
 def _scoring(recipe: Recipe) -> dict[str, Any]:

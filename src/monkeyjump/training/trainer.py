@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.registry import did_you_mean
 from monkeyjump.training.compile import OwnGradients
 from monkeyjump.training.data import TrainingData
 from monkeyjump.training.progress import say
@@ -174,6 +175,27 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArgu
         # streams are the same on every rank, and batches of different widths cannot be sent around as one
         accelerator_config={"dispatch_batches": False},
     )
+
+
+def check_loggers(wanted: Sequence[str]) -> None:
+    """Whether Transformers knows these loggers and has what they need, before a run finds out."""
+    if not wanted:
+        return
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    known, there = [*INTEGRATION_TO_CALLBACK, "all", "none"], [*get_available_reporting_integrations(), "all", "none"]
+    problems = [
+        f"train.report_to={name!r} is no logger.{did_you_mean(name, known)} Known: {', '.join(known)}."
+        if name not in known
+        else f"train.report_to={name!r} needs its package: pip install {name}."
+        for name in wanted
+        if name not in there
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def early_stopping(recipe: Recipe) -> list[TrainerCallback]:

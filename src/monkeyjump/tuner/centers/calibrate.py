@@ -15,7 +15,7 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops import reference as ops
 from monkeyjump.routing.kmeans import spherical_kmeans
-from monkeyjump.tuner.centers.sample import TokenCollector, collect
+from monkeyjump.tuner.centers.sample import PAPERS_TOKENS, TokenCollector, affordable_tokens, collect
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
@@ -31,17 +31,8 @@ class CalibrationReport:
 
     adapter: str
     method: str
-    tokens_read: int
     tokens_kept: int
     shares: dict[str, list[float]]  # block -> share of the sampled tokens nearest to each centre
-
-    @property
-    def indistinct(self) -> list[str]:
-        """Blocks where some centre is nearest to no token: the states entering them have too few directions.
-
-        Sequence routing meets this at block 0 whenever every prompt ends with the same token.
-        """
-        return [block for block, shares in self.shares.items() if 0 in shares]
 
 
 def initialize_centers(
@@ -56,10 +47,11 @@ def initialize_centers(
 ) -> CalibrationReport:
     """Give every routed projection its centre, as the adapter's `center_init` says.
 
-    Reads batches (dicts of tensors, labels optional) until four times `num_tokens` real tokens have passed or the data
-    ends, keeps a uniform sample of `num_tokens` of them (default: the config's `init_tokens`), and clusters it block by
-    block. Give it shuffled data. Adapters are off during the pass, so the states are those of the frozen model;
-    training mode and random state are as before afterwards. On several ranks all end with the centres of rank 0.
+    Reads batches (dicts of tensors, labels optional) until there are `num_tokens` real tokens or the data ends, and
+    clusters them block by block. Give it shuffled data. `num_tokens` is by default the config's `init_tokens`; where
+    that is None, 50,000, or on a CPU as many as it reads in about a minute. Adapters are off during the pass, so the
+    states are those of the frozen model; training mode and random state are as before afterwards. On several ranks all
+    end with the centres of rank 0.
     """
     from monkeyjump.tuner.model import require_context
 
@@ -71,12 +63,12 @@ def initialize_centers(
         and config.route_space == "raw"
     ):
         draw_random_centers(context, name, seed)
-        return CalibrationReport(name, config.center_init, 0, 0, {})
+        return CalibrationReport(name, config.center_init, 0, {})
     if dataloader is None:
         raise ConfigError(
             f"initialize_centers needs data for center_init={config.center_init!r}: pass any iterable of batches."
         )
-    collector = TokenCollector(name, config, num_tokens or config.init_tokens, seed)
+    collector = TokenCollector(name, config, num_tokens or config.init_tokens or _affordable(model, progress))
     collect(model, context, collector, dataloader, progress)
     routers = [router for router in context.routers() if name in router.layers]
     _check_sample(collector, routers)
@@ -87,14 +79,22 @@ def initialize_centers(
             bar.update(len(chunk))
     for router, (centers, mean, _) in zip(routers, found, strict=True):
         _set_centers(router, name, centers, mean)
-    reservoirs = collector.reservoirs.values()
     return CalibrationReport(
         adapter=name,
         method=config.center_init,
-        tokens_read=max(r.seen for r in reservoirs),
-        tokens_kept=max(len(r) for r in reservoirs),
+        tokens_kept=max(collector.kept.values()),
         shares={router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)},
     )
+
+
+def _affordable(model: nn.Module, progress: bool) -> int:
+    count = affordable_tokens(model)
+    if count < PAPERS_TOKENS and progress:
+        tqdm.write(
+            f"centres start from {count:,} tokens, about a minute's work for a CPU, instead of the paper's "
+            f"{PAPERS_TOKENS:,} (init_tokens={PAPERS_TOKENS} reads them all)"
+        )
+    return count
 
 
 def centers_initialized(model: nn.Module, adapter_name: str) -> bool:
@@ -139,7 +139,7 @@ def _adapter_to_initialize(context: RoutingContext, adapter_name: str | None) ->
 
 
 def _check_sample(collector: TokenCollector, routers: list[BlockRouter]) -> None:
-    if not collector.reservoirs or all(len(r) == 0 for r in collector.reservoirs.values()):
+    if not any(collector.kept.values()):
         raise ConfigError("the dataloader gave no real token: it is empty, or every token is masked.")
     problems = []
     for router in routers:

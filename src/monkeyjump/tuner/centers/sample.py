@@ -1,4 +1,4 @@
-"""A uniform sample of the tokens that enter every block of the frozen model, in one pass and bounded memory."""
+"""The tokens that enter every block of the frozen model, as many as the centres start from, in one pass."""
 
 from __future__ import annotations
 
@@ -25,39 +25,20 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
     from monkeyjump.tuner.routers.base import BlockRouter
 
-# How many real tokens are read for each one that is kept: the sample then spreads over that many more sequences.
-OVERSAMPLE = 4
+# What a CPU is taken to do in a minute, in floating-point operations of a forward; a number of its own, not measured,
+# so that the centres are the same on every machine.
+_MINUTE_OF_A_CPU = 60 * 30e9
+PAPERS_TOKENS = 50_000
+_FEWEST_TOKENS = 2_000
 
 
-class Reservoir:
-    """Decides which of a stream of items to keep: at any time a uniform sample of those offered so far."""
-
-    def __init__(self, capacity: int, seed: int) -> None:
-        self.capacity = capacity
-        self.seen = 0
-        self._keys = torch.empty(0, dtype=torch.float64)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __len__(self) -> int:
-        return self._keys.shape[0]
-
-    def offer(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of `count` new items are kept, and in which slots."""
-        size = len(self)
-        keys = torch.cat([self._keys, torch.rand(count, dtype=torch.float64, generator=self._generator)])
-        kept = torch.arange(keys.shape[0])
-        if keys.shape[0] > self.capacity:  # unsorted: sorting all that is kept takes longer than the rest of this
-            kept = torch.topk(keys, self.capacity, largest=False, sorted=False).indices
-        entering = kept[kept >= size]
-        entering = entering[keys[entering].argsort()]
-        stays = torch.zeros(size, dtype=torch.bool)
-        stays[kept[kept < size]] = True
-        free = torch.arange(size, min(self.capacity, size + entering.shape[0]))
-        slots = torch.cat([(~stays).nonzero().squeeze(-1), free])[: entering.shape[0]]
-        self._keys = torch.cat([self._keys, torch.empty(max(0, len(free)), dtype=torch.float64)])
-        self._keys[slots] = keys[entering]
-        self.seen += count
-        return entering - size, slots
+def affordable_tokens(model: nn.Module) -> int:
+    """How many tokens the centres start from where nobody says: the paper's 50,000, on a CPU about a minute's worth."""
+    weights = [p for p in model.parameters() if p.ndim > 1 and p.device.type == "cpu"]
+    operations = 2 * sum(weight.numel() for weight in weights)
+    if not operations:
+        return PAPERS_TOKENS
+    return max(_FEWEST_TOKENS, min(PAPERS_TOKENS, int(_MINUTE_OF_A_CPU / operations) // 100 * 100))
 
 
 @dataclass(frozen=True)
@@ -72,14 +53,13 @@ class _Placed:
 class TokenCollector:
     """Listens at the entrance of every block and keeps the states of the sampled tokens."""
 
-    def __init__(self, adapter_name: str, config: MonkeyJumpConfig, capacity: int, seed: int) -> None:
+    def __init__(self, adapter_name: str, config: MonkeyJumpConfig, capacity: int) -> None:
         self.adapter_name = adapter_name
         self.config = config
         self.capacity = capacity
-        self.seed = seed
         self.labels: torch.Tensor | None = None
         self.tokens: dict[str, torch.Tensor] = {}  # block path -> [capacity, D]
-        self.reservoirs: dict[int, Reservoir] = {}
+        self.kept: dict[int, int] = {}  # tokens of each list of blocks so far
         self._picks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._placed: dict[tuple, _Placed] = {}
 
@@ -118,7 +98,7 @@ class TokenCollector:
 
     def sample(self, router: BlockRouter) -> torch.Tensor:
         """The kept states of a block, [N, D]."""
-        return self.tokens[router.path][: len(self.reservoirs[id(router.blocks)])]
+        return self.tokens[router.path][: self.kept[id(router.blocks)]]
 
     def _allocate(self, blocks: BlockList, h: torch.Tensor, dtype: torch.dtype) -> None:
         """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time."""
@@ -128,13 +108,14 @@ class TokenCollector:
         self.tokens.update(zip(paths, store, strict=True))
 
     def full(self) -> bool:
-        return bool(self.reservoirs) and all(r.seen >= OVERSAMPLE * self.capacity for r in self.reservoirs.values())
+        return bool(self.kept) and all(kept == self.capacity for kept in self.kept.values())
 
     def _pick(self, blocks: BlockList, queries: torch.Tensor | None, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        reservoir = self.reservoirs.setdefault(id(blocks), Reservoir(self.capacity, self.seed))
-        candidates = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
-        entering, slots = reservoir.offer(candidates.shape[0])
-        return candidates[entering], slots
+        first = self.kept.get(id(blocks), 0)
+        real = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
+        rows = real[: self.capacity - first]
+        self.kept[id(blocks)] = first + rows.shape[0]
+        return rows, torch.arange(first, first + rows.shape[0])
 
 
 @torch.no_grad()
@@ -143,11 +124,10 @@ def collect(
 ) -> None:
     base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
     device = next(base.parameters()).device
-    wanted = OVERSAMPLE * collector.capacity
     with (
         _frozen(model),
         torch.random.fork_rng(),
-        tqdm(total=wanted, desc="reading tokens", unit="tok", unit_scale=True, disable=not progress) as bar,
+        tqdm(total=collector.capacity, desc="reading tokens", unit="tok", unit_scale=True, disable=not progress) as bar,
     ):
         context.collector = collector
         try:
@@ -158,8 +138,7 @@ def collect(
                     inputs.pop("labels", None)
                 collector.next_batch(labels)
                 base(**inputs)
-                seen = max((r.seen for r in collector.reservoirs.values()), default=0)
-                bar.update(min(seen, wanted) - bar.n)
+                bar.update(max(collector.kept.values(), default=0) - bar.n)
                 if collector.full():
                     break
         finally:

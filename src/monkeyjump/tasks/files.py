@@ -1,0 +1,155 @@
+"""Rows from the files people have: JSON lines, JSON, CSV and TSV, plain or gzipped, and parquet."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.cells import Row
+
+_DELIMITERS = ",;\t|"
+_LARGEST_CELL = 2**31 - 1  # Python's own limit is 128 KiB, less than a long document
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, one at a time. Its ending says what it is."""
+    reader = _READERS.get(_ending(path))
+    if reader is None:
+        raise _bad(path, f"is in no format that can be read; these are {', '.join(ENDINGS)}", " Convert it.")
+    try:
+        yield from reader(path)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        hint = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "check the file"
+        raise _bad(path, f"cannot be read ({error}): {hint}") from error
+
+
+def _ending(path: Path) -> str:
+    name = path.name.lower()
+    return next((ending for ending in sorted(_READERS, key=len, reverse=True) if name.endswith(ending)), "")
+
+
+def _open(path: Path, newline: str | None = None) -> io.TextIOWrapper:
+    file: Any = gzip.GzipFile(path) if path.suffix.lower() == ".gz" else path.open("rb")
+    return io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline)  # Excel begins a file with a mark
+
+
+# -- JSON ---------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _object(_parsed(line, path, f"line {number}"), path, f"line {number}")
+
+
+def _json(path: Path) -> Iterator[Row]:
+    with _open(path) as file:
+        content = _parsed(file.read(), path, "the content")
+    if not isinstance(content, list):
+        raise _bad(path, f"holds a {type(content).__name__}: write a list of objects, or one object a line as .jsonl")
+    for number, row in enumerate(content, start=1):
+        yield _object(row, path, f"entry {number}")
+
+
+def _parsed(text: str, path: Path, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        hint = " Each line must be one JSON object." if where.startswith("line") else ""
+        raise _bad(path, f"{where} is not JSON ({error})", hint) from error
+
+
+def _object(row: Any, path: Path, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise _bad(path, f"{where} is a {type(row).__name__}, not a JSON object with columns")
+    return row
+
+
+# -- CSV ----------------------------------------------------------------------------------------
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(_LARGEST_CELL)
+    with _open(path, newline="") as file:
+        first = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        # strict: a quote that is opened and not closed would swallow the rest of the file as one cell
+        reader = csv.reader(file, delimiter=_delimiter(first, path), strict=True)
+        rows = (cells for cells in reader if any(cell.strip() for cell in cells))
+        try:
+            names = [name.strip() for name in next(rows, [])]
+            _check_names(names, path)
+            for cells in rows:
+                if len(cells) != len(names):
+                    raise _bad(
+                        path,
+                        f"line {reader.line_num} has {len(cells)} cells, but the first line names {len(names)} columns",
+                        ' A cell that holds the separator must be in quotes ("...").',
+                    )
+                yield dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            raise _bad(
+                path, f"line {reader.line_num} is not CSV ({error})", " Quotes inside a cell come twice."
+            ) from error
+
+
+def _delimiter(header: str, path: Path) -> str:
+    """The separator that the line of names has most of, outside quotes."""
+    if _ending(path).startswith(".tsv"):
+        return "\t"
+    plain = "".join(header.split('"')[::2])
+    return max(_DELIMITERS, key=plain.count)
+
+
+def _check_names(names: list[str], path: Path) -> None:
+    if not names:
+        raise _bad(path, "is empty: its first line must name the columns")
+    twice = sorted({name for name in names if names.count(name) > 1 and name})
+    if twice:
+        raise _bad(path, f"names the columns {', '.join(map(repr, twice))} twice", " Rename one of each.")
+
+
+# -- parquet ------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(
+            f'{str(path)!r}: parquet files need pyarrow: pip install "monkeyjump[parquet]".', title="missing package"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise _bad(path, f"is not a parquet file that can be read ({str(error).splitlines()[0]})") from error
+
+
+def _bad(path: Path, problem: str, hint: str = "") -> ConfigError:
+    comma = "," if problem.startswith(("line ", "entry ", "the ")) else ""
+    return ConfigError(f"data file {str(path)!r}{comma} {problem}.{hint}", title="bad data")
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".json.gz": _json,
+    ".csv": _csv,
+    ".csv.gz": _csv,
+    ".tsv": _csv,
+    ".tsv.gz": _csv,
+    ".parquet": _parquet,
+}
+ENDINGS = tuple(_READERS)

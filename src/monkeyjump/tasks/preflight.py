@@ -1,0 +1,140 @@
+"""A look at the data before the work: every split is opened and rendered, and all problems are told at once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.load import file_of, has_own_validation, stream_rows
+from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
+
+MOST_ROWS = 10_000  # of a split; a file may have millions
+_SHOWN_PROBLEMS = 3  # bad rows of a split that are told; the others are counted
+
+
+@dataclass
+class SplitLook:
+    """What one split of one task holds."""
+
+    task: str
+    split: str
+    rows: int = 0
+    complete: bool = True  # False: there are more rows than were looked at
+    answers: Counter[str] = field(default_factory=Counter)
+    letters: Counter[str] = field(default_factory=Counter)
+    examples: list[Example] = field(default_factory=list)  # the first ones
+
+    @property
+    def size(self) -> str:
+        return f"{self.rows:,}{'' if self.complete else '+'}"
+
+    @property
+    def most_frequent(self) -> tuple[str, float]:
+        """The most frequent answer and its share: a text where all rows have the same options, else a letter."""
+        found = self.answers if self.fixed_options or not self.letters else self.letters
+        (answer, count), *_ = found.most_common(1)
+        return answer, count / found.total()
+
+    @property
+    def fixed_options(self) -> tuple[str, ...]:
+        """The options, where they are the same in every row."""
+        options = self.examples[0].options if self.examples else ()
+        return options if all(example.options == options for example in self.examples) else ()
+
+
+def look_at(
+    tasks: Sequence[Task],
+    data_dir: str | Path | None = None,
+    *,
+    splits: Iterable[str] = SPLITS,
+    seed: int = 0,
+    most: int = MOST_ROWS,
+    streaming: bool = False,
+) -> list[SplitLook]:
+    """Open every split of every task. Bad rows, missing columns and empty splits are one `ConfigError`."""
+    looks, problems = [], []
+    for task in tasks:
+        for split in splits:
+            look, found = _look(task, split, data_dir, seed=seed, most=most, streaming=streaming)
+            looks.append(look)
+            problems += [problem for problem in found if problem not in problems]  # splits may share a file
+    if problems:
+        raise ConfigError(problems, title="bad data")
+    return looks
+
+
+def _look(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -> tuple[SplitLook, list[str]]:
+    look, problems, bad = SplitLook(task.name, split), [], 0
+    try:
+        rows = iter(stream_rows(task, split, data_dir, **options))
+        for number, row in islice(rows, most):
+            look.rows += 1
+            try:
+                example = task.example(row, number)
+            except ConfigError as error:
+                bad += 1
+                problems += error.problems if bad <= _SHOWN_PROBLEMS else []
+                continue
+            look.answers[example.answer] += 1
+            look.letters.update([example.letter] if example.options else [])
+            if len(look.examples) < 100:
+                look.examples.append(example)
+        look.complete = next(rows, None) is None
+    except ConfigError as error:
+        return look, [*problems, *error.problems]
+    if bad > _SHOWN_PROBLEMS:
+        problems.append(f"task {task.name!r}: {bad - _SHOWN_PROBLEMS} more rows of its {split} split are bad.")
+    if not look.rows:
+        problems.append(f"task {task.name!r}: its {split} split has no rows. {_more_rows(split)}")
+    return look, problems
+
+
+def _more_rows(split: str) -> str:
+    if split == "validation":
+        return "A twentieth of the training rows is taken for it: add rows, or name a validation file."
+    return "Add rows, or leave the task out."
+
+
+def notes(looks: Sequence[SplitLook]) -> list[str]:
+    """What is allowed and yet probably not meant."""
+    found = []
+    for look in looks:
+        answer, share = look.most_frequent
+        if share == 1 and look.rows > 1:
+            found.append(f"{look.task}: every answer of its {look.split} split is {answer!r}.")
+        never = [option for option in look.fixed_options if option not in look.answers]
+        if never and look.split == "train" and look.complete:
+            found.append(f"{look.task}: no training row has the answer {', '.join(map(repr, never))}.")
+    return found
+
+
+def origins(tasks: Sequence[Task], looks: Sequence[SplitLook], data_dir: str | Path | None) -> list[dict[str, Any]]:
+    """Where each split came from, in words that hold on another machine: a file's name, size and hash, or a dataset."""
+    rows = {(look.task, look.split): look.size for look in looks}
+    found = []
+    for task in tasks:
+        for split in SPLITS:
+            if split == "validation" and not has_own_validation(task, data_dir):
+                continue  # a part of train
+            path = file_of(task, split, data_dir)
+            known: dict[str, Any] = {"task": task.name, "split": split, "rows": rows.get((task.name, split), "")}
+            if path is not None:
+                known |= {"source": path.name, "sha256": _sha256(path)}
+            elif isinstance(task.source, HubSource):
+                parts = [task.source.id, task.source.config, task.source.splits.get(split), task.source.revision]
+                known["source"] = " ".join(["hub:", *(part for part in parts if part)])
+            else:
+                known["source"] = "built in"
+            found.append(known)
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

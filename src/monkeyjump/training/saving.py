@@ -1,0 +1,106 @@
+"""A trained adapter in its folder, with what another machine needs to use it: base, tasks, data, recipe and card."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.evaluation.load import RECIPE_FILE, read_saved_recipe
+from monkeyjump.models import published_name, resolve
+from monkeyjump.record import write_atomic
+from monkeyjump.tasks import Task
+from monkeyjump.training.card import model_card
+from monkeyjump.training.recipe import Recipe, recipe_from
+
+if TYPE_CHECKING:
+    from monkeyjump.training.run import RunResult
+
+
+def save_adapter(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig, data: list[dict[str, Any]]) -> None:
+    """The adapter, its tokenizer, its card, the recipe it came from and the tasks of its user, in `folder/adapter`."""
+    folder = recipe.folder / "adapter"
+    result.model.save_pretrained(folder)  # type: ignore[operator]
+    result.tokenizer.save_pretrained(folder)
+    # PEFT has written where the base model lies on this machine. Only now: for a hub id it would ask the network.
+    path = folder / "adapter_config.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    written["base_model_name_or_path"] = published_name(recipe.model)
+    write_atomic(path, json.dumps(written, indent=2, sort_keys=True) + "\n")
+    result.origin = {"base": _base(result.model, recipe), "data": data, "task_ids": _ids(result.tasks)}
+    write_card(result, recipe, config)
+    saved = {**_from_here(recipe, folder), "origin": result.origin}
+    write_atomic(folder / RECIPE_FILE, json.dumps(saved, indent=2) + "\n")
+
+
+def write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> None:
+    card = model_card(recipe, config, result.parameters, result.report, result.origin)
+    write_atomic(recipe.folder / "adapter" / "README.md", card)
+
+
+def saved_recipe(folder: Path) -> Recipe | None:
+    """The recipe an adapter folder came from, if it says, with paths that hold from any folder."""
+    content = read_saved_recipe(folder)
+    if not content:
+        return None
+    content.pop("origin", None)
+    return recipe_from(content, str(folder / RECIPE_FILE))
+
+
+def _ids(tasks: list[Task]) -> dict[str, int]:
+    return {task.name: index for index, task in enumerate(tasks)}
+
+
+def _base(model: Any, recipe: Recipe) -> dict[str, Any]:
+    config = model.get_base_model().config
+    frozen = [p.numel() for name, p in model.named_parameters() if "monkeyjump_" not in name]
+    name = published_name(recipe.model)
+    return {
+        "name": Path(name).name if Path(name).expanduser().exists() else name,
+        "kind": resolve(recipe.model).kind,
+        "revision": getattr(config, "_commit_hash", None),
+        "architecture": (getattr(config, "architectures", None) or [type(model.get_base_model()).__name__])[0],
+        "parameters": sum(frozen),
+    }
+
+
+def _from_here(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """The recipe with every path counted from the adapter's folder, where copies of the user's task files lie too."""
+    settings = recipe.to_dict()
+    settings["output"] = None
+    if Path(recipe.model).expanduser().exists():
+        settings["model"] = _relative(Path(recipe.model), folder)
+    if recipe.data.folder is not None:
+        settings["data"]["folder"] = _relative(Path(recipe.data.folder), folder)
+    settings["tasks"] = [_task_from_here(name, number, folder) for number, name in enumerate(recipe.tasks)]
+    return settings
+
+
+def _task_from_here(name: str, number: int, folder: Path) -> str:
+    """A task's name, or the place of a copy of its file; its number keeps two files of one name apart."""
+    if not name.endswith((".yaml", ".yml")):
+        return name
+    import yaml
+
+    from monkeyjump.tasks.task_file import read_task_file
+
+    path, home = Path(name).expanduser(), folder / "tasks"
+    home.mkdir(exist_ok=True)
+    content = read_task_file(path)
+    if "hub" not in content["data"]:
+        places = {split: path.parent / Path(file).expanduser() for split, file in content["data"].items()}
+        content["data"] = {split: _relative(place, home) for split, place in places.items()}
+    copy = f"{number}-{path.name}" if number else path.name
+    write_atomic(home / copy, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return f"./tasks/{copy}"
+
+
+def _relative(path: Path, folder: Path) -> str:
+    """A path from a folder; it begins with a dot, so that nobody takes it for a name."""
+    try:
+        found = os.path.relpath(path.expanduser().resolve(), folder.resolve())
+    except ValueError:  # another drive
+        return str(path.expanduser().resolve())
+    return found if found.startswith(".") else f"./{found}"
