@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import monkeyjump as mj
 from monkeyjump.adapters import ADAPTERS
+from monkeyjump.routing.centroid import Staged, decide
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 
 VOCAB = 101
@@ -182,3 +183,17 @@ def train_steps(
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+class Decided(NamedTuple):
+    """The gates of a centroid router, and the sums [E, D] and counts [E] that it staged, or zeros."""
+
+    gates: torch.Tensor
+    sums: torch.Tensor
+    counts: torch.Tensor
+
+
+def decided(h: torch.Tensor, centers: Any, *args: Any, staged: bool = True, **kwargs: Any) -> Decided:
+    sums, counts = h.new_zeros(len(centers), h.shape[-1]).float(), h.new_zeros(len(centers)).float()
+    into = Staged(list(sums), list(counts)) if staged else None
+    return Decided(decide(h, list(centers), *args, **kwargs, into=into), sums, counts)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.count import count_parameters
     from monkeyjump.tuner.from_lora import from_lora, route
     from monkeyjump.tuner.trace import record_routing
-    from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
-    from monkeyjump.tuner.training.rank_budget import allocate_ranks
+    from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, project_gradients
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,12 +39,12 @@ _HOMES = {
     "ConfigError": "errors",
     "MonkeyJumpCallback": "training.callbacks",
     "MonkeyJumpConfig": "config",
-    "allocate_ranks": "tuner.training.rank_budget",
+    "allocate_ranks": "tuner.training.optimizer_steps",
     "count_parameters": "tuner.count",
     "from_lora": "tuner.from_lora",
     "initialize_centers": "tuner.centers.calibrate",
     "methods": "methods",
-    "project_gradients": "tuner.training.lora_fa_gradient",
+    "project_gradients": "tuner.training.optimizer_steps",
     "record_routing": "tuner.trace",
     "route": "tuner.from_lora",
 }

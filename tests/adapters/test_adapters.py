@@ -12,7 +12,7 @@ from torch import nn
 import monkeyjump as mj
 from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter, Adapter, LoraFaAdapter, PropulsionAdapter
 from monkeyjump.ops import reference as ops
-from monkeyjump.tuner.training.rank_budget import rank_budget
+from monkeyjump.tuner.training.optimizer_steps import rank_budget
 from tests.helpers import ADAPTER_NAMES, adapted, gradients, lm_batch, mj_config
 
 IN, OUT, TOKENS = 64, 24, 50

@@ -77,12 +77,10 @@ def test_propulsion_resolves_small_scalings_in_bf16() -> None:
 
 
 def test_there_is_nothing_to_merge() -> None:
-    for kind in MIXTURES:
-        with pytest.raises(ValueError, match="depends on the token"):
-            build(kind).merged(torch.zeros(OUT, IN), None, 1)
-    model: Any = adapted(placement="projection", router="linear")
-    with pytest.raises(ValueError, match="is routed"):
-        model.merge_and_unload()
+    for kind in (*MIXTURES, "dora", "ia3", "vera"):
+        model: Any = adapted(adapter=kind, placement="projection", router="linear")
+        with pytest.raises(ValueError, match="is routed: its strength depends on the token"):
+            model.merge_and_unload()
 
 
 def test_shared_modules_carry_one_plain_adapter() -> None:

@@ -9,14 +9,14 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.ops import reference as ops
-from monkeyjump.routing.centroid import decide
-from monkeyjump.routing.ema import committed
+from monkeyjump.routing.centroid import committed
 from monkeyjump.routing.granularity import CallInputs, select
 from monkeyjump.routing.kmeans import spherical_kmeans
 from tests.helpers import (
     adapted,
     assert_same,
     centers,
+    decided,
     lm_batch,
     mj_config,
     routed_layers,
@@ -41,9 +41,7 @@ def test_b01_momentum_works_whatever_the_norm_of_the_states(space: str) -> None:
     found = spherical_kmeans(other[None], 2)
     old = found.centers[0] if space == "normalized" else found.centers[0] * found.mean_norms[0][:, None]
     selection = select(CallInputs((1, 64), h.device), "token", "prompt")
-    decision = decide(h, old, None, selection, config, with_statistics=True)
-    assert decision.sums is not None
-    assert decision.counts is not None
+    decision = decided(h, old, None, selection, config)
     winner = int(decision.counts.argmax())
     new = committed(old, decision.sums, decision.counts, torch.tensor(1), config)[winner]
     mean = decision.sums[winner] / decision.counts[winner]
@@ -86,8 +84,8 @@ def test_b02_even_nan_states_under_padding_stage_nothing() -> None:
     poisoned = h.masked_fill(~mask[..., None], float("nan"))
     config = mj_config()
     selection = select(CallInputs((2, 5), h.device, mask=mask), "token", "prompt")
-    found = [decide(x, torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), None, selection, config,
-                   with_statistics=True) for x in (h, poisoned)]  # fmt: skip
+    own = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    found = [decided(x, own, None, selection, config) for x in (h, poisoned)]
     torch.testing.assert_close(found[0].sums, found[1].sums)
     torch.testing.assert_close(found[0].counts, found[1].counts)
 
@@ -103,7 +101,7 @@ def test_b03_the_last_token_is_found_under_left_padding(sequence_token: str) -> 
 
 def test_b04_four_dimensional_masks_are_read_on_their_diagonal() -> None:
     """Also when the keys are longer than the queries (static cache) and under a sliding window."""
-    from monkeyjump.tuner.block_inputs import real_tokens
+    from monkeyjump.tuner.call import real_tokens
 
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
     causal = torch.ones(5, 5, dtype=torch.bool).tril()
@@ -203,12 +201,12 @@ def test_b09_jitter_is_additive_in_training_only_and_never_reaches_the_ema() -> 
     selection = select(CallInputs((1, 2000), h.device), "token", "prompt")
     noisy, clean = mj_config(jitter=0.5, top_k=1), mj_config(jitter=0.0, top_k=1)
     torch.manual_seed(0)
-    training = decide(h, orthogonal, None, selection, noisy, training=True, with_statistics=True)
+    training = decided(h, orthogonal, None, selection, noisy, training=True)
     shares = (training.gates > 0).float().mean((0, 1))
     assert shares.min() > 0.25
-    quiet = decide(h, orthogonal, None, selection, clean, training=True, with_statistics=True)
+    quiet = decided(h, orthogonal, None, selection, clean, training=True)
     torch.testing.assert_close(training.sums, quiet.sums)
     torch.testing.assert_close(training.counts, quiet.counts)
-    evaluation = decide(h, orthogonal, None, selection, noisy, training=False)
+    evaluation = decided(h, orthogonal, None, selection, noisy, training=False)
     assert torch.equal(evaluation.gates, quiet.gates)
     assert torch.equal(ops.top_k_mask(torch.zeros(2, 3), 1), torch.tensor([[True, False, False]] * 2))

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import monkeyjump as mj
-from monkeyjump.adapters.parallel import ParallelBottleneck
-from monkeyjump.adapters.prompt import AttentionPrompt
+from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
 from monkeyjump.methods.presets import COMPARED
 from monkeyjump.routing.learned import LearnedRouter
 from tests.helpers import disturb, lm_batch, tiny_llama, wrap

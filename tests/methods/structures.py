@@ -8,8 +8,7 @@ import torch
 from peft import PeftModel
 
 import monkeyjump as mj
-from monkeyjump.adapters.parallel import ParallelBottleneck
-from monkeyjump.adapters.prompt import AttentionPrompt
+from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
 from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.more_ranks import RankSelector
 from tests.helpers import disturb, lm_batch, tiny_llama, wrap

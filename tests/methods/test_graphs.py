@@ -79,7 +79,7 @@ def test_blocks_share_their_graphs_with_kernels(case: str, monkeypatch: pytest.M
     batch = {name: value.to(device) for name, value in batch_of(case).items()}
     with implementation("triton"):
         with monkeypatch.context() as patch:
-            patch.setattr("monkeyjump.tuner.routers.learned.decide_together", spy)
+            patch.setattr("monkeyjump.routing.learned.decide_together", spy)
             eager = step(model, batch)
         assert [decision is not None for decision in together] == 3 * [True, False]  # q and v, then o
         with implementation("torch"):

@@ -26,12 +26,12 @@ KERNELS = {
     "up": lora_kernels,
     "at_once": few_kernels,
     "token_gates": route_kernels,
-    "token_gates_and_sums": route_kernels,
+    "_add_sums": route_kernels,
     "scale": scale_kernels,
 }
 LOW_RANK = {"down", "up"}
 WORK = {"at_once": LOW_RANK}  # of a launch that does what several others do
-ROUTED = {"token_gates_and_sums"}
+ROUTED = {"token_gates", "_add_sums"}
 # what a training step of a method launches; a mixture of Propulsions is elementwise work beside its routers' logits
 EXPECTED: dict[str, set[str]] = {
     "propulsion": {"scale"},

@@ -14,9 +14,8 @@ from peft import PeftModel, get_peft_model
 from transformers import BertConfig, BertModel, GenerationConfig
 
 import monkeyjump as mj
-from monkeyjump.adapters.parallel import ParallelBottleneck
-from monkeyjump.adapters.prompt import AttentionPrompt
-from monkeyjump.bench.shapes import empty_model
+from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
+from monkeyjump.bench.variants import empty_model
 from tests.helpers import PAD, assert_same, gradients, lm_batch, padded, tiny_llama, token_ids, wrap
 from tests.methods.structures import adapted_moa, moa, parts
 

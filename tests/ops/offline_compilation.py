@@ -69,23 +69,24 @@ def low_rank_kernels(rank: int, projections: int) -> None:
             lora.down_backward(x, dz, As, dropout, None)
         propulsion.scale(base, torch.rand(wide), 15, gate, 1)
         propulsion.scale_backward(base, base, torch.rand(wide), 15, gate, 1)
-        total([*ups, *downs])
+        total([ups, *downs])
 
 
 def lora_sums_kernels(rank: int, projections: int, width: int, gated: bool) -> None:
     """Few columns, narrow outputs beside a wide one; gates and a mask, or diagonals."""
-    from monkeyjump.ops.kernels import lora_sums
+    from monkeyjump.ops.kernels import lora, lora_sums
     from monkeyjump.ops.lowrank import Dropout, Strengths
 
     N, outs, none = 128, (width, *[128] * (projections - 1)), (None,) * projections
     x, bases = torch.randn(N, width).bfloat16(), [torch.randn(N, out).bfloat16() for out in outs]
     As, Bs = [torch.randn(rank, width)] * projections, [torch.randn(out, rank) for out in outs]
-    z, t = torch.randn(N, projections * rank), torch.randn(N, projections * rank)
+    z = torch.randn(N, projections * rank)
     gates, diagonals = (torch.rand(N, 2 if rank > 1 else 1),) * projections, (torch.rand(rank),) * projections
     strengths = Strengths(0.5, gates, none) if gated else Strengths(0.5, none, diagonals)
-    lora_sums.down(x, As, Dropout(torch.tensor(1), 0.1) if gated else None, z, z.bfloat16() if gated else None)
-    lora_sums.up(bases if gated else none, z, Bs, strengths, bases, none if gated else [base[0] for base in bases])
-    lora_sums.up_backward(bases, z, Bs, strengths, not gated, t)
+    lora.down(x, As, Dropout(torch.tensor(1), 0.1) if gated else None, kept=z.bfloat16() if gated else None)
+    lora.up(bases if gated else none, z, Bs, strengths, bases, none if gated else [base[0] for base in bases])
+    lora_sums.LEAST_DY = 0
+    lora.up_backward(bases, z, Bs, strengths, not gated)
 
 
 def few_tokens(rank: int, width: int, experts: int = 1, dtype: torch.dtype = torch.bfloat16, cases: int = 2) -> None:
@@ -116,8 +117,8 @@ def logits_kernels(dtype: torch.dtype, experts: int) -> None:
 
     x, weights = torch.randn(64, 96).to(dtype), [torch.randn(experts, 96)] * 3
     logits = lora.down(x, weights, None, precise=True)
-    lora.down_backward_alone(x, logits, weights, None, dtype, precise=True)
-    lora.down_backward_alone(x, logits, weights, None, None, precise=True)
+    lora.down_backward(x, logits, weights, None, torch.empty_like(x), precise=True)
+    lora.down_backward(x, logits, weights, None, None, precise=True)
 
 
 def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
@@ -126,9 +127,8 @@ def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
     h, queries = torch.randn(64, width).to(dtype), torch.ones(64, dtype=torch.bool)
     centers, settings = list(torch.randn(experts, width)), route.Routing(1, 0.5, True, 1, True)
     route.token_gates(h, centers, settings)
-    route.token_gates_and_sums(
-        h, centers, queries, settings, list(torch.empty(experts, width)), list(torch.empty(experts))
-    )
+    sums, counts = list(torch.empty(experts, width)), list(torch.empty(experts))
+    route.token_gates(h, centers, settings, queries, sums, counts)
 
 
 def clustering_kernels(dtype: torch.dtype, clusters: int) -> None:

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from monkeyjump.ops.lowrank import GateColumns
 from tests.helpers import COMPILING
-from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, normal, uniform
+from tests.ops.common import DEVICE, TOLERANCE, error, gates_and_sums, gradients_of, normal, uniform
 
 pytest.importorskip("monkeyjump.ops.gated_lora")
 from monkeyjump.ops import gated_lora, grouped_products, routing
@@ -191,7 +191,7 @@ def one_layer(
 ) -> torch.Tensor:  # fmt: skip
     """Two routed projections of one input, the second with a diagonal, and the sums the router makes."""
     settings = routing.Routing(2, 0.5, False, 1, True)
-    gates, sums, counts = routing.fused_gates_and_sums(x.detach(), how["centers"], how["queries"], settings)
+    gates, sums, counts = gates_and_sums(x.detach(), how["centers"], how["queries"], settings)
     mask = how["dropout"], seed()
     first = gated_lora.gated_lora(base, x, A0, B0, 0.7, gates[..., 0:1], None, *mask)
     second = gated_lora.gated_lora(base, x, A1, B1, 0.7, gates[..., 1:2], how["diagonal"], *mask)
@@ -339,8 +339,8 @@ def test_compiled_routing_skips_padding_of_any_kind() -> None:
     mask[0, :2] = False
     h[~mask] = torch.nan
     how = routing.Routing(2, 0.5, True, 1, True)
-    compiled = torch.compile(routing.fused_gates_and_sums, backend=BACKEND, fullgraph=True)
-    found, expected = compiled(h, centers(), mask, how), routing.fused_gates_and_sums(h, centers(), mask, how)
+    compiled = torch.compile(gates_and_sums, backend=BACKEND, fullgraph=True)
+    found, expected = compiled(h, centers(), mask, how), gates_and_sums(h, centers(), mask, how)
     assert torch.equal(found[0][mask], expected[0][mask])
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
@@ -350,11 +350,11 @@ def test_compiled_routing_skips_padding_of_any_kind() -> None:
 def test_compiled_routing_writes_where_it_is_told(backend: str) -> None:
     """The same tensors hold the same sums as in eager mode, at every call."""
     how, (sums, counts) = routing.Routing(2, 0.5, False, 1, True), staged()
-    compiled = torch.compile(routing.fused_gates_into, backend=backend, fullgraph=True)
+    compiled = torch.compile(routing.fused_gates, backend=backend, fullgraph=True)
     for step in range(3):
         h, (eager_sums, eager_counts) = normal(B, T, D, seed=50 + step), staged()
-        gates = compiled(h, centers(), None, how, sums, counts)
-        assert torch.equal(gates, routing.fused_gates_into(h, centers(), None, how, eager_sums, eager_counts))
+        gates = compiled(h, centers(), how, None, sums, counts)
+        assert torch.equal(gates, routing.fused_gates(h, centers(), how, None, eager_sums, eager_counts))
         assert torch.equal(torch.stack(sums), torch.stack(eager_sums))
         assert torch.equal(torch.stack(counts), torch.stack(eager_counts))
 
@@ -364,8 +364,8 @@ def test_nothing_copies_what_compiled_routing_has_written() -> None:
     from torch._inductor.utils import run_and_get_code
 
     how, (sums, counts) = routing.Routing(2, 0.5, False, 1, True), staged()
-    compiled = torch.compile(routing.fused_gates_into, backend="inductor", fullgraph=True)
-    _, code = run_and_get_code(compiled, normal(B, T, D, seed=50), centers(), None, how, sums, counts)
+    compiled = torch.compile(routing.fused_gates, backend="inductor", fullgraph=True)
+    _, code = run_and_get_code(compiled, normal(B, T, D, seed=50), centers(), how, None, sums, counts)
     assert "".join(code).count("monkeyjump.fused_gates_into.default(") == 1
     assert "copy" not in "".join(code).split("def call")[1]
     assert "cpp_fused" not in "".join(code)

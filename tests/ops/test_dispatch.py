@@ -19,7 +19,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing chosen, Triton there, the interpreter for want of a GPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "0" if CUDA else "1")
-    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     monkeypatch.setattr(dispatch, "ENVIRONMENT", "auto")
 
 
@@ -98,7 +98,7 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     assert not uses_kernels(tensor())
     with implementation("torch"):
         assert not uses_kernels(tensor())

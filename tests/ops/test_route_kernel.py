@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from monkeyjump.ops import reference
-from tests.ops.common import DEVICE, error, guarded, normal
+from tests.ops.common import DEVICE, error, gates_and_sums, guarded, normal
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.route")
 from monkeyjump.ops import routing  # noqa: E402
@@ -44,7 +44,7 @@ def expected(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor
 def compare(h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None, how: Any) -> Found:
     """The kernels on the tokens h [N, D]; rows that are no query may hold anything, also in their gates."""
     in_tiles = len(c) > kernels.BY_SUMS
-    gates, sums, counts = routing.fused_gates_and_sums(h, c, queries, how)
+    gates, sums, counts = gates_and_sums(h, c, queries, how)
     assert gates.dtype == sums.dtype == counts.dtype == torch.float32
     alone = routing.fused_gates(h, c, how)
     if in_tiles or h.shape[0] > FEW_TOKENS:  # few tokens are other programs, with sums in another order
@@ -159,7 +159,7 @@ def test_padding_may_hold_anything(filler: float, unit: bool) -> None:
 @pytest.mark.usefixtures("poison", "kernel")
 def test_no_query_at_all() -> None:
     h, c = torch.full((9, 21), math.nan, device=DEVICE), centers(3, 21)
-    _, sums, counts = routing.fused_gates_and_sums(h, c, torch.zeros(9, dtype=torch.bool, device=DEVICE), settings())
+    _, sums, counts = gates_and_sums(h, c, torch.zeros(9, dtype=torch.bool, device=DEVICE), settings())
     assert sums.eq(0).all()
     assert counts.eq(0).all()
 
@@ -177,11 +177,11 @@ def test_ties_go_to_the_lower_index(top_k: int) -> None:
     h = guarded(torch.stack(rows[:20]).float())
     tied, worse, better = h[3], -h[3], torch.ones(16, device=DEVICE)
     how = settings(top_k=top_k, member_k=top_k)
-    gates, _, counts = routing.fused_gates_and_sums(h, [tied] * 5, None, how)
+    gates, _, counts = gates_and_sums(h, [tied] * 5, None, how)
     assert (gates > 0).nonzero()[:, 1].view(20, top_k).eq(torch.arange(top_k, device=DEVICE)).all()
     assert counts.tolist() == [20.0] * top_k + [0.0] * (5 - top_k)
     mixed = [worse, tied, better, tied, tied]
-    gates, _, _ = routing.fused_gates_and_sums(h, mixed, None, how)
+    gates, _, _ = gates_and_sums(h, mixed, None, how)
     logits = reference.similarity_logits(reference.features(h, None, True), torch.stack(mixed), "cosine")
     assert torch.equal(gates > 0, reference.gates(logits, top_k, 1.0, False) > 0)
 
@@ -217,7 +217,7 @@ def test_sums_of_unit_tokens_of_any_length(dtype: torch.dtype, scale: float) -> 
 def test_directions_alone_decide(scale: float) -> None:
     """Sinks with norms of 1e4 and more beside ordinary tokens, and centres of any length."""
     h, c = normal(24, 16, seed=1), centers(3, 16)
-    plain, _, _ = routing.fused_gates_and_sums(h, c, None, settings())
+    plain, _, _ = gates_and_sums(h, c, None, settings())
     h[::2] *= scale
     scaled = [c[0] * scale, *c[1:]]
     gates, _, _ = compare(h, scaled, None, settings())
@@ -236,7 +236,7 @@ def test_all_tokens_to_one_expert() -> None:
 @pytest.mark.usefixtures("kernel")
 def test_two_runs_give_the_same_bits() -> None:
     h, c = normal(150, 40, seed=1, dtype=torch.bfloat16), centers(2, 40)
-    for first, second in zip(*(routing.fused_gates_and_sums(h, c, None, settings()) for _ in range(2)), strict=True):
+    for first, second in zip(*(gates_and_sums(h, c, None, settings()) for _ in range(2)), strict=True):
         assert torch.equal(first, second)
 
 
@@ -251,7 +251,7 @@ def test_states_that_are_not_contiguous(layout: str) -> None:
     }[layout]
     assert torch.equal(strange, h)
     queries = (torch.arange(24, device=DEVICE) % 3 > 0)[None, ::2]
-    gates, sums, counts = routing.fused_gates_and_sums(strange, c, queries, settings())
+    gates, sums, counts = gates_and_sums(strange, c, queries, settings())
     gates64, sums64, counts64 = expected(h[0], c, queries[0], settings())
     assert gates.shape == (1, 12, 3)
     for found in (gates, routing.fused_gates(strange, c, settings())):
@@ -263,7 +263,7 @@ def test_states_that_are_not_contiguous(layout: str) -> None:
 def test_one_mask_for_all_rows_of_a_batch() -> None:
     h, c = normal(4, 6, 20, seed=1), centers(3, 20)
     queries = torch.tensor([[True], [False], [True], [True]], device=DEVICE)
-    _, sums, counts = routing.fused_gates_and_sums(h, c, queries, settings())
+    _, sums, counts = gates_and_sums(h, c, queries, settings())
     _, sums64, counts64 = expected(h.flatten(0, 1), c, queries.expand(4, 6).flatten(), settings())
     assert error(sums, sums64) < 2e-6
     assert torch.equal(counts.long(), counts64)

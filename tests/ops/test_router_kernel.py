@@ -11,6 +11,7 @@ import monkeyjump as mj
 from monkeyjump.ops.dispatch import implementation
 from monkeyjump.routing import centroid as router
 from monkeyjump.routing.granularity import Selection
+from tests.helpers import Decided, decided
 from tests.ops.common import DEVICE, error, normal
 
 routing = pytest.importorskip("monkeyjump.ops.routing")
@@ -27,10 +28,10 @@ def test_what_is_supported(experts: int, fits: bool) -> None:
 
 
 def decide(implementation_: str, h: torch.Tensor, c: list[torch.Tensor], how: mj.MonkeyJumpConfig, **given: Any) -> Any:
-    arguments = {"mean": None, "selection": Selection(), "with_statistics": True, **given}
+    arguments = {"mean": None, "selection": Selection(), **given}
     torch.manual_seed(0)
     with implementation(implementation_):
-        return router.decide(h, c, config=how, **arguments)
+        return decided(h, c, config=how, **arguments)
 
 
 def config(**changes: Any) -> mj.MonkeyJumpConfig:
@@ -39,25 +40,22 @@ def config(**changes: Any) -> mj.MonkeyJumpConfig:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels' callers as they are called."""
+    """What the kernels are asked for, each time."""
     called: list[str] = []
-    for name in ("fused_gates", "fused_gates_and_sums"):
-        original = getattr(routing, name)
+    original = routing.fused_gates
 
-        def spy(*args: Any, _name: str = name, _original: Any = original) -> Any:
-            called.append(_name)
-            return _original(*args)
+    def spy(*args: Any) -> Any:
+        called.append("gates and sums" if len(args) > 4 else "gates")
+        return original(*args)
 
-        monkeypatch.setattr(routing, name, spy)
+    monkeypatch.setattr(routing, "fused_gates", spy)
     return called
 
 
-def assert_same_decision(found: router.Decision, other: router.Decision) -> None:
+def assert_same_decision(found: Decided, other: Decided) -> None:
     torch.testing.assert_close(found.gates, other.gates, rtol=1e-5, atol=1e-6)
-    assert (found.sums is None) == (other.sums is None)
-    if found.sums is not None and other.sums is not None and found.counts is not None and other.counts is not None:
-        assert error(found.sums, other.sums) < 2e-6
-        assert torch.equal(found.counts, other.counts)
+    assert error(found.sums, other.sums) < 2e-6
+    assert torch.equal(found.counts, other.counts)
 
 
 @pytest.mark.parametrize("with_statistics", [True, False])
@@ -79,9 +77,9 @@ def test_the_router_takes_the_kernel_and_decides_the_same(
     h, c, how = normal(2, 9, 20, seed=1, scale=2.0), centers(3, 20), config(**changes)
     mask = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
     mask[0, :4] = False
-    given = {"selection": Selection(queries=mask), "with_statistics": with_statistics}
+    given = {"selection": Selection(queries=mask), "staged": with_statistics}
     found = decide("triton", h, c, how, **given)
-    assert launches == ["fused_gates_and_sums" if with_statistics else "fused_gates"]
+    assert launches == ["gates and sums" if with_statistics else "gates"]
     assert_same_decision(found, decide("torch", h, c, how, **given))
     assert len(launches) == 1
 
@@ -140,7 +138,7 @@ def test_a_compiled_router_stages_as_an_eager_one() -> None:
         return router.Staged([normal(20, seed=30 + e) for e in range(3)], [normal(1, seed=e)[0] for e in range(3)])
 
     def stage(h: torch.Tensor, into: router.Staged) -> torch.Tensor:
-        return router.decide(h, c, None, Selection(), how, training=True, into=into).gates
+        return router.decide(h, c, None, Selection(), how, training=True, into=into)
 
     eager, compiled = staged(), staged()
     with implementation("triton"):

@@ -54,7 +54,7 @@ def expected(x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
-    for name in ("down", "down_backward_alone"):
+    for name in ("down", "down_backward"):
         original = getattr(kernels, name)
 
         def spy(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def test_logits_and_gradients(shape: str, dtype: torch.dtype, launched: list[str
     x, weights, dy = case(shape, dtype)
     named = {f"W{m}": weight for m, weight in enumerate(weights)}
     out, grads = gradients_of(found, {"x": x, **named}, dy)
-    assert launched == ["down", "down_backward_alone"]
+    assert launched == ["down", "down_backward"]
     wide = {name: value.double() for name, value in {"x": x, **named}.items()}
     out64, grads64 = gradients_of(expected, wide, dy.double())
     assert out.dtype == torch.float32
@@ -105,7 +105,7 @@ def test_an_input_without_gradient_gets_none(launched: list[str]) -> None:
     assert weight.grad is not None
     assert error(weight.grad, dy.double().T @ x.double()) < PRECISE[torch.bfloat16]
     assert x.grad is None
-    assert launched == ["down", "down_backward_alone"]
+    assert launched == ["down", "down_backward"]
 
 
 def test_what_kernels_do_not_know_is_left_to_torch(launched: list[str]) -> None:

@@ -13,7 +13,7 @@ from monkeyjump.ops import reference
 from tests.ops.common import DEVICE, TOLERANCE, error, gradients_of, guarded, normal, uniform
 
 kernels = pytest.importorskip("monkeyjump.ops.kernels.propulsion")
-from monkeyjump.ops import propulsion  # noqa: E402
+from monkeyjump.ops.kernels import propulsion  # noqa: E402
 from monkeyjump.ops.kernels.tiles import TILES  # noqa: E402
 
 TALL = max(tile.rows for tile in TILES.values())

@@ -69,11 +69,11 @@ def test_labels_are_nearest_centres() -> None:
     assert torch.equal(result.labels[0], (normalize(x, dim=-1) @ result.centers[0].T).argmax(1))
 
 
-def test_centres_are_mean_directions_when_converged() -> None:
+def test_centres_are_mean_directions_when_converged(iterations: list[int]) -> None:
     x = DATA["anisotropic"]
     result = spherical_kmeans(x, 5, tol=0.0)
     assert_mean_directions(x, result)
-    assert 1 < int(result.iterations) < 100
+    assert 1 < len(iterations) < 100
 
 
 def test_deterministic_and_apart_from_the_global_rng() -> None:
@@ -136,7 +136,9 @@ def test_smallest_possible_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("spoiled", ["one seed repeated", "seeds opposite to the data"])
 @pytest.mark.parametrize("max_iter", [1, 100])
-def test_empty_clusters_are_reseeded(monkeypatch: pytest.MonkeyPatch, spoiled: str, max_iter: int) -> None:
+def test_empty_clusters_are_reseeded(
+    monkeypatch: pytest.MonkeyPatch, iterations: list[int], spoiled: str, max_iter: int
+) -> None:
     x = planted(noise=0.05)[0]
     seed = kmeans._seed
 
@@ -150,7 +152,7 @@ def test_empty_clusters_are_reseeded(monkeypatch: pytest.MonkeyPatch, spoiled: s
     assert int(result.sizes.min()) > 0
     assert_consistent(x[None], result)
     if max_iter > 1:  # and Lloyd went on from the reseeded centres until they were the means of their clusters
-        assert 1 < int(result.iterations) < 100
+        assert 1 < len(iterations) < 100
         assert_mean_directions(x, result)
 
 

@@ -69,14 +69,14 @@ def test_chunks_and_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert_same(whole, parts)
 
 
-def test_fewer_directions_than_clusters() -> None:
+def test_fewer_directions_than_clusters(iterations: list[int]) -> None:
     """Of norm 4 and whole: sums, means and products are exact, and so are the ties of two centres in one place."""
     x = torch.zeros(2, 48)
     x[0, :16], x[1, 12:16] = 1, 2
     x = x.repeat(20, 1).bfloat16()
     found = cluster("triton", x, 4, restarts=3)
     assert found.sizes.tolist() == [[20, 20, 0, 0]]
-    assert int(found.iterations) < 100
+    assert len(iterations) < 100
 
 
 def test_the_worst_served_token() -> None:

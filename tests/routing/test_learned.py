@@ -11,8 +11,14 @@ import torch
 import monkeyjump as mj
 from monkeyjump.ops.precision import PreciseLinear
 from monkeyjump.routing.centroid import shuffled_gates
-from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
-from monkeyjump.routing.learned import LearnedDecision, LearnedRouter, balance_loss, load_and_probability
+from monkeyjump.routing.learned import (
+    LearnedDecision,
+    LearnedRouter,
+    balance_loss,
+    contrastive_loss,
+    load_and_probability,
+    sample_tokens,
+)
 from monkeyjump.tuner.trace import staged_load
 from tests.helpers import adapted, lm_batch, mj_config, tiny_llama
 from tests.methods.common import learned_routers, spread

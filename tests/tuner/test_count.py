@@ -7,7 +7,7 @@ import torch
 from peft import get_peft_model
 
 import monkeyjump as mj
-from monkeyjump.bench.shapes import empty_model
+from monkeyjump.bench.variants import empty_model
 from tests.helpers import adapted, tiny_llama, wrap
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

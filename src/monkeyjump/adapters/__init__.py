@@ -9,17 +9,6 @@ from monkeyjump.adapters.lora_fa import LoraFaAdapter
 from monkeyjump.adapters.propulsion import PropulsionAdapter
 from monkeyjump.adapters.vera import VeraAdapter
 
-__all__ = [
-    "ADAPTERS",
-    "AdaLoraAdapter",
-    "Adapter",
-    "BaseLinear",
-    "DoraAdapter",
-    "Gate",
-    "Ia3Adapter",
-    "LoraAdapter",
-    "LoraFaAdapter",
-    "PropulsionAdapter",
-    "VeraAdapter",
-    "register",
-]
+__all__ = ["ADAPTERS", "Adapter", "BaseLinear", "Gate", "register"]
+__all__ += ["AdaLoraAdapter", "DoraAdapter", "Ia3Adapter", "LoraAdapter", "LoraFaAdapter"]
+__all__ += ["PropulsionAdapter", "VeraAdapter"]

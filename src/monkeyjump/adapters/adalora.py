@@ -1,7 +1,7 @@
 """AdaLoRA: B diag(lam) A with a trained diagonal, orthogonal factors and a rank budget (Zhang et al., 2023).
 
 The diagonal starts at zero, so the start is the identity. When `target_r < r`, buffers hold the smoothed sensitivity of
-every entry; `tuner/allocation.py` reads them and zeroes the least important diagonal entries of the whole model.
+every entry; `tuner/training/optimizer_steps.py` reads them and zeroes the least important entries of the diagonals.
 
 Gradients are sums over tokens, so a rank that few tokens reach looks unimportant. `score_per_token` divides by the
 share of the tokens that came by; the score is then that of the diagonal entry alone (the first-order effect of zeroing
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import Gate, register
 from monkeyjump.adapters.lora import LoraAdapter
@@ -47,7 +47,7 @@ class AdaLoraAdapter(LoraAdapter):
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
         self.diagonal = nn.Parameter(torch.zeros(config.r, dtype=torch.float32))
-        self.allocations: torch.Tensor
+        self.allocations: Tensor
         self.smoothing = (self.option("beta1", config), self.option("beta2", config))
         target = self.option("target_r", config)
         self.allocates = target is not None and target < config.r
@@ -60,7 +60,7 @@ class AdaLoraAdapter(LoraAdapter):
         self.per_token = self.allocates and self.option("score_per_token", config)
         # Tokens sent to each expert since the last allocation, then all there were, [N + 1]; None: nobody has counted.
         # No buffer: data-parallel training would overwrite those of other ranks inside an accumulated batch.
-        self.tokens: torch.Tensor | None = None
+        self.tokens: Tensor | None = None
 
     @classmethod
     def config_problems(cls, config: MonkeyJumpConfig) -> list[str]:
@@ -90,27 +90,28 @@ class AdaLoraAdapter(LoraAdapter):
         if "diagonal" in self._parameters:  # LoRA's constructor resets before there is one
             nn.init.zeros_(self.diagonal)
 
-    def rank_scale(self) -> torch.Tensor:
+    def rank_scale(self) -> Tensor:
         return self.diagonal
 
-    def strength(self, gate: Gate) -> torch.Tensor | float:
+    def strength(self, gate: Gate) -> Tensor | float:
         scale = self.diagonal * self.scaling
         return scale if gate is None else gate * scale
 
-    def auxiliary_loss(self) -> torch.Tensor:
+    def auxiliary_loss(self) -> Tensor:
         """Mean of ||A A^T - I||_F and ||B^T B - I||_F, and over the experts where there are several."""
         return self.auxiliary_total([self])[0]
 
     @classmethod
-    def auxiliary_total(cls, adapters: Sequence[Self]) -> tuple[torch.Tensor, int]:
+    def auxiliary_total(cls, adapters: Sequence[Self]) -> tuple[Tensor, int]:
         """All factors of one shape in one product, whatever the other factor of their adapter, and one norm for all."""
-        stacks: dict[
-            tuple[int, int], dict[tuple, list[torch.Tensor]]
-        ] = {}  # (experts, ranks of one) -> shape -> factors
+        stacks: dict[tuple[int, int], dict[tuple, list[Tensor]]] = {}  # (experts, ranks of one) -> shape -> factors
         for adapter in adapters:
             alike = stacks.setdefault((adapter.experts, adapter.A.shape[0] // adapter.experts), {})
             for factor, wide in ((adapter.A, True), (adapter.B, False)):
-                alike.setdefault((factor.shape, wide), []).append(_whole(factor))
+                alike.setdefault((factor.shape, wide), []).append(
+                    # a factor may be sharded over ranks (FSDP, outside the forward of its block)
+                    factor.full_tensor() if hasattr(factor, "full_tensor") else factor
+                )
         totals = []
         for (experts, ranks), alike in stacks.items():
             eye = torch.eye(ranks, device=adapters[0].A.device, dtype=adapters[0].A.dtype)
@@ -121,16 +122,9 @@ class AdaLoraAdapter(LoraAdapter):
             totals.append(torch.linalg.matrix_norm(torch.cat(defects)).sum() / (2 * experts))
         return functools.reduce(torch.add, totals), len(adapters)
 
-    def count_tokens(self, counts: torch.Tensor) -> None:
+    def count_tokens(self, counts: Tensor) -> None:
         """Add one training forward: the tokens that were sent to each expert, then all there were, [N + 1]."""
         self.tokens = counts if self.tokens is None else self.tokens + counts
-
-    def _share(self) -> torch.Tensor:
-        """The share of the tokens that each rank was used for, [R]; 1 where nobody counts, since it is always on."""
-        if self.tokens is None:
-            return torch.ones_like(self.diagonal)
-        share = self.tokens[:-1] / self.tokens[-1].clamp_min(1)
-        return share.to(self.diagonal).repeat_interleave(self.diagonal.shape[0] // share.shape[0])
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
@@ -139,14 +133,16 @@ class AdaLoraAdapter(LoraAdapter):
             parameter = getattr(self, factor)
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             importance = (parameter * grad).abs()
-            if self.per_token and factor == "diagonal":
-                share = self._share()
+            if self.per_token and factor == "diagonal" and self.tokens is not None:
+                # the share of the tokens that each rank was used for, [R]; without counts a rank is always on
+                share = (self.tokens[:-1] / self.tokens[-1].clamp_min(1)).to(parameter)
+                share = share.repeat_interleave(len(parameter) // len(share))
                 self._smooth(factor, importance / share, shown=share > 0)
             else:
                 self._smooth(factor, importance)
         self.tokens = None
 
-    def _smooth(self, factor: str, importance: torch.Tensor, shown: torch.Tensor | None = None) -> None:
+    def _smooth(self, factor: str, importance: Tensor, shown: Tensor | None = None) -> None:
         """One step of both averages; entries that have not `shown` anything keep theirs."""
         beta1, beta2 = self.smoothing
         sensitivity, uncertainty = getattr(self, f"sensitivity_{factor}"), getattr(self, f"uncertainty_{factor}")
@@ -158,7 +154,7 @@ class AdaLoraAdapter(LoraAdapter):
             deviation = torch.where(shown, deviation, uncertainty)
         uncertainty.mul_(beta2).add_(deviation, alpha=1 - beta2)
 
-    def importance(self) -> torch.Tensor:
+    def importance(self) -> Tensor:
         """Score of each rank: its diagonal entry plus the mean over its row of A and its column of B, [R]."""
         scores = {
             factor: getattr(self, f"sensitivity_{factor}") * getattr(self, f"uncertainty_{factor}")
@@ -169,12 +165,7 @@ class AdaLoraAdapter(LoraAdapter):
         return scores["diagonal"] + scores["A"].mean(1) + scores["B"].mean(0)
 
 
-def _whole(factor: torch.Tensor) -> torch.Tensor:
-    """A factor that is sharded over ranks (FSDP, outside the forward of its block) as every rank needs it."""
-    return factor.full_tensor() if hasattr(factor, "full_tensor") else factor
-
-
-def _of_experts(factors: torch.Tensor, experts: int, wide: bool) -> torch.Tensor:
+def _of_experts(factors: Tensor, experts: int, wide: bool) -> Tensor:
     """n stacked A's [n, N * R, D] as [n * N, R, D] if `wide`, else B's [n, O, N * R] as [n * N, O, R]."""
     if wide:
         return factors.unflatten(1, (experts, -1)).flatten(0, 1)
@@ -185,7 +176,7 @@ class _GramDefect(torch.autograd.Function):
     """M M^T - I of wide matrices, M^T M - I of tall ones, [n, R, R]. M enters twice; its gradient is one product."""
 
     @staticmethod
-    def forward(M: torch.Tensor, eye: torch.Tensor, wide: bool) -> torch.Tensor:
+    def forward(M: Tensor, eye: Tensor, wide: bool) -> Tensor:
         left, right = (M, M.mT) if wide else (M.mT, M)
         with torch.autocast(M.device.type, enabled=False):  # fp32 as the factors are
             return torch.baddbmm(eye, left, right, beta=-1)

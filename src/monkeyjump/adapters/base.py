@@ -7,22 +7,22 @@ from dataclasses import Field
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_options import ADAPTER_OPTIONS
 from monkeyjump.config_rules import value_problems
-from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.ops.precision import Fp32Module
 from monkeyjump.registry import ADAPTERS as ALL_ADAPTERS
 from monkeyjump.registry import Registry, did_you_mean
 
 AdapterClass = TypeVar("AdapterClass", bound="Adapter")
 
 # Gates reach an adapter as None (always on) or as a tensor that broadcasts against [..., 1].
-Gate = torch.Tensor | None
+Gate = Tensor | None
 
 
-def fits_tokens(gate: Gate, x: torch.Tensor) -> bool:
+def fits_tokens(gate: Gate, x: Tensor) -> bool:
     """Whether every row of the gate is for one token of x [..., D], or for all tokens of one sequence."""
     return gate is None or (
         gate.dim() == x.dim() and gate.shape[0] == x.shape[0] and gate.shape[-2] in (1, x.shape[-2])
@@ -36,14 +36,14 @@ class BaseLinear(Protocol):
     in_features: int
     out_features: int
 
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """[O, D], detached, in the dtype it has or is dequantised to."""
 
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         """[O], detached."""
 
 
-class Adapter(nn.Module):
+class Adapter(Fp32Module):
     """The delta of one expert on one projection.
 
     A subclass creates its tensors in `__init__` (fp32; a frozen one as a persistent buffer) and fills them in
@@ -101,35 +101,30 @@ class Adapter(nn.Module):
     def reset_parameters(self) -> None:
         raise NotImplementedError
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         """What to add to `base`, the frozen output for input `x`, in the dtype of the computation."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
         """`out` (the base output plus earlier adapters) with this adapter's part added, in the dtype of `out`."""
         return out + self.delta(x, base, gate).to(out.dtype)
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         """`weight` [O, D] and `bias` of the base with the always-on adapter folded in (sign +1) or taken out (-1)."""
         raise NotImplementedError
 
-    def auxiliary_loss(self) -> torch.Tensor | None:
+    def auxiliary_loss(self) -> Tensor | None:
         """A regulariser on this adapter's own tensors, or None; the loss has the mean, times an `orth_reg_weight`."""
         return None
 
     @classmethod
-    def auxiliary_total(cls, adapters: Sequence[Self]) -> tuple[torch.Tensor, int] | None:
+    def auxiliary_total(cls, adapters: Sequence[Self]) -> tuple[Tensor, int] | None:
         """The sum of the regularisers of adapters of this kind on one device, and how many have one; None if none has.
 
         An override may take fewer operations than one adapter after the other.
         """
         losses = [loss for adapter in adapters if (loss := adapter.auxiliary_loss()) is not None]
         return (torch.stack(losses).sum(), len(losses)) if losses else None
-
-    def _apply(self, fn, recurse=True):
-        return super()._apply(at_least_fp32(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -22,11 +22,11 @@ from typing import Self
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import BaseLinear, Gate, register
 from monkeyjump.adapters.lora import LoraAdapter
-from monkeyjump.adapters.mixture import _Experts
+from monkeyjump.adapters.mixture import LoraMixture
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
 
@@ -35,7 +35,7 @@ from monkeyjump.ops import reference as ops
 class DoraAdapter(LoraAdapter):
     name = "dora"
     linear: BaseLinear | None = None
-    folded: torch.Tensor | None = None  # m / n of the last merge: the merged weight no longer tells it
+    folded: Tensor | None = None  # m / n of the last merge: the merged weight no longer tells it
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
@@ -47,14 +47,19 @@ class DoraAdapter(LoraAdapter):
         adapter.linear = linear
         return adapter
 
-    def factors(self, weight: torch.Tensor) -> torch.Tensor:
-        """m / n on the base weight [O, D]: [O], fp32; only m has a gradient."""
+    def directions(self) -> tuple[Tensor, Tensor]:
+        """A [R, D] and B [O, R]; those of a mixture for each expert."""
+        return self.A, self.B
+
+    def factors(self, weight: Tensor) -> Tensor:
+        """m / n on the base weight [O, D]: [O], or [N, O] for a mixture, fp32; only m has a gradient."""
+        A, B = self.directions()
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            own, norm = ops.row_norms(weight, self.A, self.B * self.scaling)
+            own, norm = ops.row_norms(weight, A, B * self.scaling)
             norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)  # a row of zeros stays one: 0 / tiny
         return (own + self.magnitude_offset) / norm
 
-    def straight(self, x: torch.Tensor, base: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def straight(self, x: Tensor, base: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The input after dropout, and W times it."""
         if self.training and self.dropout > 0:
             x = F.dropout(x, self.dropout)
@@ -62,7 +67,7 @@ class DoraAdapter(LoraAdapter):
         bias = None if self.linear is None else self.linear.bias()
         return x, base if bias is None else base - bias
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         assert self.linear is not None, "DoRA needs the base weight: make it with DoraAdapter.for_linear"
         weight = self.linear.weight()
         factor = self.factors(weight)
@@ -71,9 +76,7 @@ class DoraAdapter(LoraAdapter):
         rescaled = straight * ((factor - 1) if gate is None else (factor - 1) * gate)
         return (rescaled + factor * low_rank).to(base.dtype)
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         update = (self.B * self.strength(None)) @ self.A
         if sign > 0:
             self.folded = self.factors(weight).detach()
@@ -82,7 +85,7 @@ class DoraAdapter(LoraAdapter):
         return (weight.float() / self.folded.to(weight.device)[:, None] - update).to(weight.dtype), bias
 
 
-class DoraMixture(_Experts, DoraAdapter):
+class DoraMixture(LoraMixture, DoraAdapter):
     """N experts on one linear: y0 + sum_n g_n delta_n, each expert with its own direction and magnitude."""
 
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
@@ -90,16 +93,10 @@ class DoraMixture(_Experts, DoraAdapter):
         self.magnitude_offset = nn.Parameter(torch.zeros(experts, linear.out_features, dtype=torch.float32))
         self.linear = linear
 
-    def factors(self, weight: torch.Tensor) -> torch.Tensor:
-        """m / n of every expert, [N, O]."""
-        A = self.A.unflatten(0, (self.experts, -1))
-        B = self.B.unflatten(1, (self.experts, -1)).movedim(1, 0)
-        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-            own, norm = ops.row_norms(weight, A, B * self.scaling)
-            norm = norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        return (own + self.magnitude_offset) / norm
+    def directions(self) -> tuple[Tensor, Tensor]:
+        return self.A.unflatten(0, (self.experts, -1)), self.B.unflatten(1, (self.experts, -1)).movedim(1, 0)
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         assert self.linear is not None
         weight = self.linear.weight()
         factor = self.factors(weight)
@@ -108,7 +105,7 @@ class DoraMixture(_Experts, DoraAdapter):
         rescale = (factor - 1).sum(0) if gate is None else gate.to(factor.dtype) @ (factor - 1)
         return (straight * rescale + ops.gated_lora(x, self.A, up, self.strength(gate))).to(base.dtype)
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         assert self.linear is not None
         factor, bias = self.factors(self.linear.weight()), self.linear.bias()
         straight = base if bias is None else base - bias

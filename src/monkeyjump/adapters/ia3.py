@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-import torch
 import torch.nn.functional as F
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import Adapter, BaseLinear, Gate, register
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_rules import setting
+from monkeyjump.ops.precision import fp32_parameter
 
 _NAMED = {name for names in TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING.values() for name in names}
 # "mlp.c_proj" (GPT-2) also covers "c_proj" (GPT-Neo), which alone would take GPT-2's attention output for one.
@@ -46,9 +46,7 @@ class Ia3Adapter(Adapter):
     ) -> None:
         super().__init__(in_features, out_features, config)
         self.linear = linear
-        self.ia3_offset = nn.Parameter(
-            torch.empty(out_features if linear is None else in_features, dtype=torch.float32)
-        )
+        self.ia3_offset = fp32_parameter(out_features if linear is None else in_features)
         self.reset_parameters()
 
     @classmethod
@@ -60,19 +58,17 @@ class Ia3Adapter(Adapter):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.ia3_offset)
 
-    def factor(self, gate: Gate) -> torch.Tensor:
+    def factor(self, gate: Gate) -> Tensor:
         """gate * (l - 1), in fp32."""
         return self.ia3_offset if gate is None else self.ia3_offset * gate
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         factor = self.factor(gate)  # fp32 until it meets the activation
         if self.linear is None:
             return (base * factor).to(base.dtype)
         return F.linear((x * factor).to(x.dtype), self.linear.weight().to(x.dtype))
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         factor = (1 + self.ia3_offset) ** sign
         if self.linear is not None:
             return (weight.float() * factor).to(weight.dtype), bias
@@ -94,17 +90,14 @@ class Ia3Mixture(Ia3Adapter):
         super().__init__(linear.in_features, linear.out_features, config, scaled)
         self.ia3_offset = nn.Parameter(self.ia3_offset.detach().repeat(experts, 1))
 
-    def factor(self, gate: Gate) -> torch.Tensor:
+    def factor(self, gate: Gate) -> Tensor:
         return self.ia3_offset.sum(0) if gate is None else gate.to(self.ia3_offset.dtype) @ self.ia3_offset
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         """What every expert alone would add for the tokens x [S, D], without its gate: [S, N, O]."""
         if self.linear is None:
             return base.unsqueeze(-2) * self.ia3_offset
         return F.linear((x.unsqueeze(-2) * self.ia3_offset).to(x.dtype), self.linear.weight().to(x.dtype))
-
-    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
 Ia3Adapter.mixture = Ia3Mixture

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
+from monkeyjump.ops.precision import fp32_parameter
 
 
 @register
@@ -23,31 +25,31 @@ class LoraAdapter(Adapter):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """An adapter with a formula of its own is not what the kernels compute, unless it says that it is."""
         super().__init_subclass__(**kwargs)
-        if "fused" not in vars(cls) and not {"delta", "strength", "forward"}.isdisjoint(vars(cls)):
+        if "fused" not in vars(cls) and not {"down", "delta", "strength", "forward"}.isdisjoint(vars(cls)):
             cls.fused = False
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
         self.scaling = config.scaling
         self.dropout = config.dropout
-        self.A = nn.Parameter(torch.empty(config.r, in_features, dtype=torch.float32))
-        self.B = nn.Parameter(torch.empty(out_features, config.r, dtype=torch.float32))
-        self.seeds: Callable[[torch.device], torch.Tensor | None] | None = None  # of dropout masks
+        self.A = fp32_parameter(config.r, in_features)
+        self.B = fp32_parameter(out_features, config.r)
+        self.seeds: Callable[[torch.device], Tensor | None] | None = None  # of dropout masks
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         nn.init.zeros_(self.B)
 
-    def strength(self, gate: Gate) -> torch.Tensor | float:
+    def strength(self, gate: Gate) -> Tensor | float:
         """The factor on the rank-r activation: the gate and every scale that goes with it."""
         return self.scaling if gate is None else gate * self.scaling
 
-    def rank_scale(self) -> torch.Tensor | None:
+    def rank_scale(self) -> Tensor | None:
         """A trained factor on every rank, or None."""
         return None
 
-    def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
         alike = out.dtype in (x.dtype, dispatch.autocast_dtype(x))  # cast as it was for the frozen product
         if not (self.fused and alike and fits_tokens(gate, x) and dispatch.uses_kernels(out)):
             return super().forward(x, base, out, gate)
@@ -59,11 +61,13 @@ class LoraAdapter(Adapter):
         diagonal = self.rank_scale()
         return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, diagonal, dropout, seed)
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
-        return ops.gated_lora(x, self.A, self.B, self.strength(gate), self.dropout if self.training else 0.0)
+    def down(self, x: Tensor) -> Tensor:
+        """A dropout(x)."""
+        return F.linear(F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x, self.A.to(x.dtype))
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
+        return ops.project_up(self.down(x), self.B, self.strength(gate))
+
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         delta = (self.B * self.strength(None)) @ self.A
         return (weight.float() + sign * delta).to(weight.dtype), bias

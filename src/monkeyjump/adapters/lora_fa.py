@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from monkeyjump.adapters.base import Gate, register
+from monkeyjump.adapters.base import register
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_rules import flag
@@ -31,9 +32,8 @@ class LoraFaAdapter(LoraAdapter):
         del self.A
         self.register_buffer("A", A)
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def down(self, x: Tensor) -> Tensor:
         if not self.training or self.dropout == 0:
-            return ops.gated_lora(x, self.A, self.B, self.strength(gate))
+            return super().down(x)
         seed = torch.randint(2**31, (), device=x.device)
-        z = ops.SeededDropoutLinear.apply(x, self.A, seed, self.dropout)
-        return ops.project_up(z, self.B, self.strength(gate))
+        return ops.SeededDropoutLinear.apply(x, self.A, seed, self.dropout)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.adalora import AdaLoraAdapter
 from monkeyjump.adapters.base import ADAPTERS, Adapter, BaseLinear, Gate
@@ -46,44 +46,44 @@ def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
     ]
 
 
-class _Experts(LoraAdapter):
-    """The rank activation of expert n, entries n * r to (n + 1) * r, is multiplied by gate n."""
+class LoraMixture(LoraAdapter):
+    """MoELoRA, MoLA: every expert has an A and a B. Gate n multiplies entries n * r to (n + 1) * r of A x."""
 
     fused = True
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
-        super().__init__(in_features, out_features, _widened(config, experts))
+        wide, options = copy.copy(config), config.adapter_options or {}
+        wide.r, wide.alpha = (
+            experts * config.r,
+            experts * config.alpha,
+        )  # all ranks in one adapter, at the same alpha / r
+        if options.get("target_r") is not None:
+            wide.adapter_options = {**options, "target_r": experts * options["target_r"]}
+        super().__init__(in_features, out_features, wide)
         self.experts = experts
 
-    def strength(self, gate: Gate) -> torch.Tensor | float:
+    def strength(self, gate: Gate) -> Tensor | float:
         repeated = None if gate is None else gate.repeat_interleave(self.B.shape[1] // self.experts, dim=-1)
         return super().strength(repeated)
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         """What every expert alone would add for the tokens x [..., D], without its gate and dropout: [..., N, O]."""
         z = F.linear(x, self.A.to(x.dtype)) * self.strength(None)
         return torch.einsum("...nr,onr->...no", z.unflatten(-1, (self.experts, -1)), self._up(x.dtype))
 
-    def _up(self, dtype: torch.dtype) -> torch.Tensor:
+    def _up(self, dtype: torch.dtype) -> Tensor:
         return self.B.to(dtype).unflatten(-1, (self.experts, -1))
 
-    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
-
-class LoraMixture(_Experts):
-    """MoELoRA, MoLA: every expert has an A and a B."""
-
-
-class LoraFaMixture(_Experts, LoraFaAdapter):
+class LoraFaMixture(LoraMixture, LoraFaAdapter):
     """N frozen A's and N trained B's."""
 
 
-class AdaLoraMixture(_Experts, AdaLoraAdapter):
+class AdaLoraMixture(LoraMixture, AdaLoraAdapter):
     """Orthogonality is asked of every expert by itself; the rank budget is one for all experts and projections."""
 
 
-class _SharedA(_Experts):
+class HydraMixture(LoraMixture):
     """HydraLoRA: one A, N B's (Tian et al., 2024). A x is formed once and each B gets it times its gate."""
 
     fused = True
@@ -93,33 +93,19 @@ class _SharedA(_Experts):
         A = self.A[: config.r].detach().clone()
         self.A = nn.Parameter(A) if isinstance(self.A, nn.Parameter) else A
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         z = self.down(x)
         gates = torch.ones(self.experts, device=z.device) if gate is None else gate
         spread = (gates.unsqueeze(-1) * (z * self.scaling).unsqueeze(-2)).flatten(-2)
         return F.linear(spread.to(z.dtype), self.B.to(z.dtype))
 
-    def down(self, x: torch.Tensor) -> torch.Tensor:
-        dropped = F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x
-        return F.linear(dropped, self.A.to(x.dtype))
-
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         z = F.linear(x, self.A.to(x.dtype)) * self.scaling
         return torch.einsum("...r,onr->...no", z, self._up(x.dtype))
 
 
-class HydraMixture(_SharedA):
-    """A is trained."""
-
-
-class HydraFaMixture(_SharedA, LoraFaAdapter):
-    """A is frozen."""
-
-    def down(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.dropout == 0:
-            return F.linear(x, self.A.to(x.dtype))
-        seed = torch.randint(2**31, (), device=x.device)
-        return ops.SeededDropoutLinear.apply(x, self.A, seed, self.dropout)
+class HydraFaMixture(HydraMixture, LoraFaAdapter):
+    """The same with a frozen A."""
 
 
 class PropulsionMixture(PropulsionAdapter):
@@ -133,16 +119,13 @@ class PropulsionMixture(PropulsionAdapter):
         self.experts = experts
         self.offset = nn.Parameter(torch.zeros(experts, out_features, dtype=torch.float32))
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         factor = ops.power_minus_one(self.offset, self.degree)
         mixed = factor.sum(0) if gate is None else gate.to(factor.dtype) @ factor
         return (base * mixed).to(base.dtype)
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         return base.unsqueeze(-2) * ops.power_minus_one(self.offset, self.degree)
-
-    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
 # Not in the registry of adapters: what a user names is the kind of one expert.
@@ -153,13 +136,3 @@ MIXTURES: dict[str, Any] = {
     "propulsion": PropulsionMixture,
 }
 SHARED_A: dict[str, Any] = {"lora": HydraMixture, "lora_fa": HydraFaMixture}
-
-
-def _widened(config: MonkeyJumpConfig, experts: int) -> MonkeyJumpConfig:
-    """The configuration of one adapter that holds the ranks of all experts, at the same alpha / r."""
-    wide = copy.copy(config)
-    wide.r, wide.alpha = experts * config.r, experts * config.alpha
-    options = config.adapter_options or {}
-    if options.get("target_r") is not None:
-        wide.adapter_options = {**options, "target_r": experts * options["target_r"]}
-    return wide

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import Adapter, Gate, fits_tokens, register
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_rules import integer
 from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
+from monkeyjump.ops.precision import fp32_parameter
 
 
 @register
@@ -28,32 +29,26 @@ class PropulsionAdapter(Adapter):
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
         self.degree: int = self.option("degree", config)
-        self.offset = nn.Parameter(torch.empty(out_features, dtype=torch.float32))
+        self.offset = fp32_parameter(out_features)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.offset)
 
-    def forward(self, x: torch.Tensor, base: torch.Tensor, out: torch.Tensor, gate: Gate) -> torch.Tensor:
-        if base is not out or self.offset.dim() != 1 or not self._one_kernel(base, gate):
+    def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
+        """In one kernel in eager mode, for a gate that is not trained and is one number per token."""
+        fits = base is out and self.offset.dim() == 1 and not torch.compiler.is_compiling() and fits_tokens(gate, base)
+        fits = fits and (gate is None or not (gate.requires_grad or gate.shape[-1] > 1))
+        if not fits or not dispatch.uses_kernels(base):
             return super().forward(x, base, out, gate)
-        from monkeyjump.ops import propulsion
+        from monkeyjump.ops.kernels import propulsion
 
         return propulsion.scaled(base, self.offset, self.degree, gate)
 
-    @staticmethod
-    def _one_kernel(base: torch.Tensor, gate: Gate) -> bool:
-        """Eager mode, and a gate that is not trained and is one number per token."""
-        if torch.compiler.is_compiling() or not fits_tokens(gate, base):
-            return False
-        return (gate is None or not (gate.requires_grad or gate.shape[-1] > 1)) and dispatch.uses_kernels(base)
-
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         return ops.scale_output(base, self.offset, self.degree, 1.0 if gate is None else gate)
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         factor = (1 + self.offset) ** (sign * self.degree)
         scaled = (weight.float() * factor[:, None]).to(weight.dtype)
         return scaled, None if bias is None else (bias.float() * factor).to(bias.dtype)

@@ -18,22 +18,23 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import Adapter, BaseLinear, Gate, register
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.config_rules import is_int, is_number, setting
 from monkeyjump.ops import reference as ops
+from monkeyjump.ops.precision import fp32_parameter
 
 Key = tuple[int, int, int, int, torch.device, torch.dtype]
-_SHARED: weakref.WeakValueDictionary[Key, torch.Tensor] = weakref.WeakValueDictionary()
+_SHARED: weakref.WeakValueDictionary[Key, Tensor] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.disable
 @torch.inference_mode(False)  # a tensor made in inference mode could never be used in training
 def shared_projection(
     seed: int, rank: int, width: int, fan_in: int, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """[width, rank], Kaiming-uniform with gain sqrt 2 as in PEFT; one tensor for all who ask for the same."""
     key = (seed, rank, width, fan_in, device, dtype)
     found = _SHARED.get(key)
@@ -63,16 +64,16 @@ class VeraAdapter(Adapter):
         self.dropout = config.dropout
         self.d_initial = float(self.option("d_initial", config))
         self.seed = int(self.option("projection_seed", config))
-        self.lambda_d = nn.Parameter(torch.empty(config.r, dtype=torch.float32))
-        self.lambda_b = nn.Parameter(torch.empty(out_features, dtype=torch.float32))
-        self.held: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.lambda_d = fp32_parameter(config.r)
+        self.lambda_b = fp32_parameter(out_features)
+        self.held: tuple[Tensor, Tensor] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.lambda_d, self.d_initial)
         nn.init.zeros_(self.lambda_b)
 
-    def projections(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def projections(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A^T [D, R] and B [O, R]."""
         if self.held is None or self.held[0].device != device or self.held[0].dtype != dtype:
             rank = self.lambda_d.shape[-1]
@@ -82,19 +83,17 @@ class VeraAdapter(Adapter):
             )
         return self.held
 
-    def down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def down(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A dropout(x), and B."""
         A_T, B = self.projections(x.device, x.dtype)
         return (F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x) @ A_T, B
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         z, B = self.down(x)
         up = ops.project_up(z, B, self.lambda_d if gate is None else self.lambda_d * gate)
         return (up * self.lambda_b).to(base.dtype)
 
-    def merged(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         A_T, B = self.projections(self.lambda_d.device, torch.float32)
         delta = (self.lambda_b[:, None] * B) @ (self.lambda_d * A_T).T
         return (weight.float() + sign * delta).to(weight.dtype), bias
@@ -111,19 +110,16 @@ class VeraMixture(VeraAdapter):
         self.lambda_d = nn.Parameter(self.lambda_d.detach().repeat(experts, 1))
         self.lambda_b = nn.Parameter(self.lambda_b.detach().repeat(experts, 1))
 
-    def delta(self, x: torch.Tensor, base: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         z, B = self.down(x)
         spread = z.unsqueeze(-2) * (self.lambda_d if gate is None else self.lambda_d * gate.unsqueeze(-1))
         up = self.lambda_b.T.unsqueeze(-1) * B.unsqueeze(1)  # [O, N, R]
         return F.linear(spread.flatten(-2).to(z.dtype), up.flatten(1).to(z.dtype)).to(base.dtype)
 
-    def expert_outputs(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         """What every expert alone would add for the tokens x [S, D], without its gate and dropout: [S, N, O]."""
         A_T, B = self.projections(x.device, x.dtype)
         return ((x @ A_T).unsqueeze(-2) * self.lambda_d).to(x.dtype) @ B.T * self.lambda_b
-
-    def merged(self, weight: torch.Tensor, bias: torch.Tensor | None, sign: int) -> Any:
-        raise ValueError("a mixture of experts depends on the token: there is no single weight to merge it into.")
 
 
 VeraAdapter.mixture = VeraMixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -70,13 +70,7 @@ class ExpertUsage:
         return {
             "mean_gate": self.mean_gate,
             "dead_experts": self.dead,
-            "loads": {
-                task: {
-                    block: {"experts": load.experts, "share": load.share, "mean_gate": load.mean_gate}
-                    for block, load in loads.items()
-                }
-                for task, loads in self.loads.items()
-            },
+            "loads": asdict(self)["loads"],
         }
 
 

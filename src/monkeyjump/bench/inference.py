@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from monkeyjump.bench import timing
-from monkeyjump.bench.modes import SETTLE, CompiledModesRun, graphs_made
+from monkeyjump.bench import runs
 from monkeyjump.bench.results import milliseconds, ratio
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import Measurement
+from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.bench.variants import build, random_ids
-from monkeyjump.bench.worker_process import Row
 
 COLUMNS = [
     ("variant", "variant", str),
@@ -33,7 +31,7 @@ def measurements(settings: Settings) -> list[Measurement]:
     return [Measurement(InferenceRun, name, settings) for name in settings.methods]
 
 
-class InferenceRun(CompiledModesRun):
+class InferenceRun(runs.ModesRun):
     """One variant: greedy decoding through one cache whose tensors, like the token's, stay where they are."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
@@ -76,10 +74,10 @@ class InferenceRun(CompiledModesRun):
         if "decode-compile" in self.settings.modes or "decode-graph" in self.settings.modes:
             self.prefill()
             self.compile(self._compiled_parts, self._settle)
-        timing.release_cache(self.device)
+        runs.release_cache(self.device)
 
     def _settle(self) -> None:
-        for _ in range(SETTLE):
+        for _ in range(runs.SETTLE):
             self.decode_one()
 
     def _compiled_parts(self, call: Any) -> list[tuple[Any, Any]]:
@@ -91,25 +89,23 @@ class InferenceRun(CompiledModesRun):
     def _generate(self, decode: Callable[[], object], compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """All new tokens [B, S] after the prompt, and the logits of the first one that was decoded, [B, V]."""
         self.begin(compiled)
-        tokens: list[torch.Tensor] = []
-        logits: list[torch.Tensor] = []
+        tokens, logits = [], torch.empty(0)
         for _ in range(self.settings.new):
             tokens.append(self.token.clone())
             decode()
-            logits = logits or [self.logits.clone()]
-        return torch.cat(tokens, dim=1), logits[0]
+            logits = logits if logits.numel() else self.logits.clone()
+        return torch.cat(tokens, dim=1), logits
 
     def measure(self, mode: str) -> Row:
-        return self._measure_prompt() if mode == "prefill" else self._measure_decoding(mode)
-
-    def _measure_prompt(self) -> Row:
+        if mode != "prefill":
+            return self._measure_decoding(mode)
         self.prefill()
-        timing.reset_peak(self.device)
-        found = timing.summary(timing.times(self.prefill, max(self.settings.repeats, 2), self.device))
+        runs.reset_peak(self.device)
+        found = runs.summary(runs.times(self.prefill, max(self.settings.repeats, 2), self.device))
         return {
             **found,
             "tokens_per_second": 1e3 * self.prompt.numel() / found["median_ms"],
-            "peak_bytes": timing.peak_bytes(self.device),
+            "peak_bytes": runs.peak_bytes(self.device),
             "trainable": sum(parameter.numel() for parameter in self.built.trainable()),
         }
 
@@ -117,13 +113,13 @@ class InferenceRun(CompiledModesRun):
         """Milliseconds of one decoding step: the mean over all new tokens, the median over repeats."""
         settings, compiled = self.settings, mode != "decode"
         decode = self._captured() if mode == "decode-graph" else self.decode_one
-        graphs = graphs_made()
+        graphs = runs.graphs_made()
         tokens, logits = self._generate(decode, compiled)
         means = []
         for _ in range(settings.repeats):
             self.begin(compiled)
-            means.append(sum(timing.times(decode, settings.new, self.device)) / settings.new)
-        found = timing.summary(means)
+            means.append(sum(runs.times(decode, settings.new, self.device)) / settings.new)
+        found = runs.summary(means)
         expected_tokens, expected_logits = self.reference
         difference = (logits.float() - expected_logits.float()).abs().max()
         row: Row = {
@@ -133,7 +129,7 @@ class InferenceRun(CompiledModesRun):
             "logit_deviation": float(difference / expected_logits.abs().max()),
         }
         if compiled:
-            row |= {**self.compiler, "recompiled_while_timed": graphs_made() - graphs}
+            row |= {**self.compiler, "recompiled_while_timed": runs.graphs_made() - graphs}
         return row
 
     def _captured(self) -> Callable[[], None]:
@@ -143,7 +139,7 @@ class InferenceRun(CompiledModesRun):
             self.begin(compiled=True)
             self._settle()
 
-        graph = timing.captured(self.decode_one, settle)
+        graph = runs.captured(self.decode_one, settle)
         logits = self.logits
 
         def replay() -> None:

@@ -10,17 +10,13 @@ from unittest.mock import patch
 
 import torch
 
-from monkeyjump.bench import timing
-from monkeyjump.bench.modes import ModesRun
+from monkeyjump.bench import runs
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import Measurement
+from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.bench.variants import build, plain_model, random_ids
-from monkeyjump.bench.worker_process import Row
 from monkeyjump.tuner.centers import calibrate
 
 PHASES = ("forwards", "reading", "kmeans", "total")
-
-
 TABLE_FOR_EACH = ()
 COLUMNS = [
     ("variant", "variant", str),
@@ -33,7 +29,7 @@ def measurements(settings: Settings) -> list[Measurement]:
     return [Measurement(InitRun, name, settings) for name in settings.methods]
 
 
-class InitRun(ModesRun):
+class InitRun(runs.ModesRun):
     """`initialize_centers` as it is, with a clock at its two phases, and the bare forwards on the same batches."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
@@ -49,24 +45,24 @@ class InitRun(ModesRun):
                 base(**batch, logits_to_keep=1, use_cache=False)
 
         # before any adapter is there; the first round warms up
-        self.forwards = 1e-3 * median(timing.times(forwards, settings.repeats + 1, self.device)[1:])
+        self.forwards = 1e-3 * median(runs.times(forwards, settings.repeats + 1, self.device)[1:])
         clustered = {**settings.overrides, "center_init": "kmeans"}
         self.model = build(variant, replace(settings, overrides=clustered), base).model
 
     def measure(self, mode: str) -> Row:
-        timing.reset_peak(self.device)
-        runs = [self._initialize() for _ in range(self.settings.repeats + 1)][1:]
-        seconds = {f"{phase}_seconds": median(run[phase] for run in runs) for phase in PHASES[1:]}
+        runs.reset_peak(self.device)
+        found = [self._initialize() for _ in range(self.settings.repeats + 1)][1:]
+        seconds = {f"{phase}_seconds": median(run[phase] for run in found) for phase in PHASES[1:]}
         return {
             "median_ms": 1e3 * seconds["total_seconds"],
             "forwards_seconds": self.forwards,
             **seconds,
-            "runs": runs,
+            "runs": found,
             "total_over_forwards": seconds["total_seconds"] / self.forwards,
             "tokens_read": sum(batch["input_ids"].numel() for batch in self.batches),
             "tokens_kept": self.report.tokens_kept,
             "blocks": len(self.report.shares),
-            "peak_bytes": timing.peak_bytes(self.device),
+            "peak_bytes": runs.peak_bytes(self.device),
         }
 
     def _initialize(self) -> dict[str, float]:
@@ -76,7 +72,7 @@ class InitRun(ModesRun):
         def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result: list[Any] = []
-                [found] = timing.times(lambda: result.append(function(*args, **kwargs)), 1, self.device)
+                [found] = runs.times(lambda: result.append(function(*args, **kwargs)), 1, self.device)
                 spent[phase] += 1e-3 * found
                 return result[0]
 

@@ -15,25 +15,20 @@ import torch
 from torch.nn.functional import normalize
 
 from monkeyjump.adapters import ADAPTERS
-from monkeyjump.bench import timing
-from monkeyjump.bench.modes import ModesRun
+from monkeyjump.bench import runs
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import Measurement
-from monkeyjump.bench.worker_process import Row
+from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops import dispatch
-from monkeyjump.ops import reference as ops
 from monkeyjump.registry import did_you_mean
+from monkeyjump.routing.centroid import Staged, decide
+from monkeyjump.routing.granularity import Selection
 
 TOP_K = 2
 SIZES = (4096, 16_384), (896, 4096), (3, 8)  # tokens, widths, experts
 SIZES_ON_CPU = (16,), (16,), (3,)  # where Triton's kernels are interpreted
 ROTATED_BYTES = 2**28  # several times the largest L2 cache, so that no input is still there when its turn comes again
-
-
-def _microseconds(milliseconds: float) -> str:
-    return f"{1e3 * milliseconds:.1f}"
 
 
 TITLE = "Ops, one call"
@@ -43,33 +38,20 @@ COLUMNS = [
     ("op", "variant", str),
     ("by", "mode", str),
     *((name, name, "{}".format) for name in "NDE"),
-    ("us", "median_ms", _microseconds),
-    ("read us", "read_ms", _microseconds),
+    ("us", "median_ms", lambda ms: f"{1e3 * ms:.1f}"),
+    ("read us", "read_ms", lambda ms: f"{1e3 * ms:.1f}"),
     ("ratio", "over_read", "{:.1f}".format),
 ]
 Prepared = tuple[Callable[[], Any], list[torch.Tensor]]  # a call with inputs of its own, and what one pass reads
 
 
 def routing(size: tuple[int, int, int], dtype: torch.dtype, normal: Callable[..., Any], sums: bool = False) -> Prepared:
-    """Gates of h [N, D] for centres [E, D] in fp32; with the sums that the centres follow."""
+    """Gates of h [1, N, D] for E centres [D] in fp32; with the sums that the centres follow."""
     N, D, E = size
-    h, centers = normal(N, D, dtype=dtype), normalize(normal(E, D), dim=-1)
-
-    @torch.no_grad()
-    def call() -> Any:
-        if dispatch.uses_kernels(h):
-            from monkeyjump.ops import routing as kernels
-
-            settings = kernels.Routing(TOP_K, 1.0, renormalize=False, member_k=TOP_K, unit=True)
-            if sums:
-                return kernels.fused_gates_and_sums(h, list(centers.unbind()), None, settings)
-            return kernels.fused_gates(h, list(centers.unbind()), settings)
-        u = ops.features(h, None, normalize=True)
-        logits = ops.similarity_logits(u, centers, "cosine")
-        gates = ops.gates(logits, TOP_K, 1.0, renormalize=False)
-        return (gates, ops.cluster_sums(u, ops.top_k_mask(logits, TOP_K), None)) if sums else gates
-
-    return call, [h, centers]
+    h, centers = normal(1, N, D, dtype=dtype), list(normalize(normal(E, D), dim=-1))
+    into = Staged([torch.empty_like(center) for center in centers], [h.new_empty(()).float() for _ in centers])
+    config = MonkeyJumpConfig(top_k=TOP_K)
+    return partial(decide, h, centers, None, Selection(), config, into=into if sums else None), [h, *centers]
 
 
 def adapter(
@@ -107,8 +89,8 @@ def measurements(settings: Settings) -> list[Measurement]:
     unknown = [f"{name!r}.{did_you_mean(name, list(OPS))}" for name in names if name not in OPS]
     if unknown:
         raise ConfigError([f"ops={hint} Known: {', '.join(OPS)}." for hint in unknown], title="invalid bench")
-    on_gpu = timing.is_cuda(settings.device)
-    modes = settings.modes if dispatch.has_triton() and (on_gpu or dispatch.interpreted()) else ("torch",)
+    on_gpu = runs.is_cuda(settings.device)
+    modes = settings.modes if dispatch.HAS_TRITON and (on_gpu or dispatch.interpreted()) else ("torch",)
     settings = replace(settings, modes=modes, copy_bytes_per_second=copy_bandwidth(settings.device, settings.repeats))
     return [
         Measurement(OpRun, name, replace(settings, size=(N, D, E)), {"N": N, "D": D, "E": E})
@@ -120,13 +102,13 @@ def measurements(settings: Settings) -> list[Measurement]:
 
 def copy_bandwidth(device: str, repeats: int) -> float:
     """Bytes per second, read and written together, of copying a tensor that fits in no cache."""
-    source = torch.empty(2**30 if timing.is_cuda(device) else 2**26, dtype=torch.uint8, device=device).zero_()
+    source = torch.empty(2**30 if runs.is_cuda(device) else 2**26, dtype=torch.uint8, device=device).zero_()
     target = torch.empty_like(source)
-    times = timing.times(lambda: target.copy_(source), 3 + repeats, device)[3:]
-    return 2 * source.numel() / (1e-3 * timing.summary(times)["median_ms"])
+    times = runs.times(lambda: target.copy_(source), 3 + repeats, device)[3:]
+    return 2 * source.numel() / (1e-3 * runs.summary(times)["median_ms"])
 
 
-class OpRun(ModesRun):
+class OpRun(runs.ModesRun):
     """One op at one size, by torch and by the kernels."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
@@ -136,7 +118,7 @@ class OpRun(ModesRun):
         prepare = partial(OPS[variant], settings.size, getattr(torch, settings.dtype), normal)
         first, reads = prepare()
         self.read_bytes = sum(tensor.nbytes for tensor in reads)
-        count = min(64, max(2, -(-ROTATED_BYTES // self.read_bytes))) if timing.is_cuda(self.device) else 2
+        count = min(64, max(2, -(-ROTATED_BYTES // self.read_bytes))) if runs.is_cuda(self.device) else 2
         self.calls = [first, *(prepare()[0] for _ in range(count - 1))]
 
     def measure(self, mode: str) -> Row:
@@ -148,10 +130,10 @@ class OpRun(ModesRun):
 
         with dispatch.implementation(mode):
             all_calls()
-            run = timing.captured(all_calls, all_calls).replay if timing.is_cuda(self.device) else all_calls
-            times = timing.times(run, 2 + self.settings.repeats, self.device)[2:]
+            run = runs.captured(all_calls, all_calls).replay if runs.is_cuda(self.device) else all_calls
+            times = runs.times(run, 2 + self.settings.repeats, self.device)[2:]
         bandwidth = self.settings.copy_bytes_per_second
-        row = timing.summary([milliseconds / len(self.calls) for milliseconds in times])
+        row = runs.summary([milliseconds / len(self.calls) for milliseconds in times])
         row |= {"input_bytes": self.read_bytes, "copy_bytes_per_second": bandwidth}
         row["read_ms"] = 1e3 * self.read_bytes / bandwidth
         return {**row, "over_read": row["median_ms"] / row["read_ms"]}

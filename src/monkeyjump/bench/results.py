@@ -1,19 +1,73 @@
-"""The rows of a benchmark: the record that holds them, their ratios to the baselines, and their tables."""
+"""A benchmark from the options of its verb to its record, the ratios to the baselines, and its tables."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from monkeyjump.bench.variants import FLOOR, PEFT_LORA
-from monkeyjump.bench.worker_process import Row
+import torch
+
+from monkeyjump.bench.settings import VERBS, Settings
+from monkeyjump.bench.turns import Row, Turns
+from monkeyjump.bench.variants import FLOOR, PEFT_LORA, variant_names
+from monkeyjump.errors import ConfigError
 from monkeyjump.record import RunRecord, device_in_words, write_record
 from monkeyjump.tables import Table
 
 REFERENCES = {FLOOR: "floor", PEFT_LORA: "peft"}
 MEASURES = {"time": "median_ms", "memory": "peak_bytes", "extra_memory": "extra_bytes"}
 Columns = Sequence[tuple[str, str, Callable[[Any], str]]]  # a heading, the key of its values, how they are written
+
+
+def settings_from(options: Namespace) -> Settings:
+    """The settings that the options give, with what depends on the machine."""
+    verb = VERBS[options.kind]
+    given = {**verb.defaults, **{name: getattr(options, name) for name in verb.options.split()}}
+    on_gpu = (options.device or "cuda").startswith("cuda") and torch.cuda.is_available()
+    if (options.device or "").startswith("cuda") and not on_gpu:
+        raise ConfigError(f"device={options.device!r}: torch finds no GPU on this machine; use --device cpu.")
+    given["device"] = options.device or ("cuda" if on_gpu else "cpu")
+    given["dtype"] = options.dtype or ("bfloat16" if on_gpu else "float32")
+    if "methods" in options:
+        given["methods"] = tuple(variant_names(options.methods, options.alone or options.kind == "init"))
+    default = verb.defaults.get("modes", verb.modes) if on_gpu else verb.modes[: verb.on_cpu]
+    modes = getattr(options, "modes", None) or default
+    # in the order of the verb, so that what a later mode keeps is in no earlier mode's peak
+    given["modes"] = tuple(sorted(modes, key=lambda mode: verb.modes.index(mode) if mode in verb.modes else 0))
+    return Settings(options.kind, **given)
+
+
+def measure(settings: Settings, tell: Callable[[Row], None]) -> tuple[BenchRecord, list[Table]]:
+    """Run a benchmark; `tell` hears of every row as soon as it is there."""
+    module, folder = import_module(f"monkeyjump.bench.{settings.verb}"), output_folder(settings)
+    measurements = module.measurements(settings)
+    config = {name: getattr(settings, name) for name in VERBS[settings.verb].options.split() if name != "output"}
+    record = BenchRecord(folder, _name(settings), config, getattr(module, "SAME", ("mode",)))
+    hold = (settings.hold or settings.jobs) if settings.jobs else 1  # in one process, one variant at a time
+    turns = Turns(settings.jobs, hold, settings.compile_timeout, folder / "logs", settings.rounds)
+    with closing(turns.rows(measurements)) as rows:
+        for row in rows:
+            record.add(row)
+            tell(row)
+    shown = record.rows
+    if settings.verb == "scaling":
+        shown = record.content.metrics["exponents"] = module.exponents(record.rows)
+    record.content.status = "finished" if any(row["status"] == "ok" for row in record.rows) else "failed"
+    record.save()
+    title = getattr(module, "TITLE", "Bench {verb}, {shape}, {batch} x {tokens} tokens").format(**vars(settings))
+    return record, result_tables(shown, title, module.COLUMNS, getattr(module, "TABLE_FOR_EACH", ("mode",)))
+
+
+def _name(settings: Settings) -> str:
+    return f"bench-{settings.verb}" + (f"-{settings.shape}" if settings.verb != "ops" else "")
+
+
+def output_folder(settings: Settings) -> Path:
+    return Path(settings.output or f"runs/{_name(settings)}")
 
 
 class BenchRecord:
@@ -23,15 +77,8 @@ class BenchRecord:
         self.path = folder / "record.json"
         self.same = tuple(same)  # the keys in which a row and its reference agree
         self.rows: list[Row] = []
-        self.content = RunRecord(
-            kind="bench",
-            name=name,
-            config=config,
-            seed=config.get("seed"),
-            status="cancelled",
-            device=device_in_words(config["device"]),
-        )
-        self.content.metrics["rows"] = self.rows
+        device, seed = device_in_words(config["device"]), config.get("seed")
+        self.content = RunRecord("bench", name, config, seed, {"rows": self.rows}, "cancelled", device=device)
         self.save()
 
     def add(self, row: Row) -> None:
@@ -40,32 +87,26 @@ class BenchRecord:
         alike = (i for i, known in enumerate(self.rows) if all(known.get(key) == row.get(key) for key in keys))
         place = next(alike, len(self.rows))
         self.rows[place : place + 1] = [row]
-        add_ratios(self.rows, self.same)
+        self._add_ratios()
         self.save()
+
+    def _add_ratios(self) -> None:
+        """Put `time_vs_floor`, `memory_vs_peft`, ... into every row whose reference, alike in `same`, was measured."""
+        measured = [row for row in self.rows if row["status"] == "ok"]
+        found = {(row["variant"], *(row.get(key) for key in self.same)): row for row in measured}
+        for row in measured:
+            for variant, short in REFERENCES.items():
+                reference = found.get((variant, *(row.get(key) for key in self.same)), {})
+                for name, key in MEASURES.items():
+                    if reference.get(key) and row.get(key) is not None:
+                        row[f"{name}_vs_{short}"] = row[key] / reference[key]
 
     def save(self) -> None:
         self.content.finished = None  # so that it is the time of this writing
         write_record(self.content, self.path)
 
-    def finish(self) -> None:
-        """Everything that could be measured is; the run failed where that is nothing."""
-        self.content.status = "finished" if any(row["status"] == "ok" for row in self.rows) else "failed"
-        self.save()
 
-
-def add_ratios(rows: Sequence[Row], same: Sequence[str] = ("mode",)) -> None:
-    """Put `time_vs_floor`, `memory_vs_peft`, ... into every row whose reference, alike in `same`, was measured."""
-    measured = [row for row in rows if row["status"] == "ok"]
-    found = {(row["variant"], *(row.get(key) for key in same)): row for row in measured}
-    for row in measured:
-        for variant, short in REFERENCES.items():
-            reference = found.get((variant, *(row.get(key) for key in same)), {})
-            for name, key in MEASURES.items():
-                if reference.get(key) and row.get(key) is not None:
-                    row[f"{name}_vs_{short}"] = row[key] / reference[key]
-
-
-def result_tables(rows: Sequence[Row], title: str, columns: Columns, group: Sequence[str] = ("mode",)) -> list[Table]:
+def result_tables(rows: Sequence[Row], title: str, columns: Columns, group: Sequence[str]) -> list[Table]:
     """One table for every value of `group`; a row that failed says so in its first cell without a value."""
     tables: dict[str, list[list[str]]] = {}
     for row in rows:

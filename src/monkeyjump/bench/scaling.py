@@ -10,11 +10,9 @@ from statistics import linear_regression
 from typing import Any
 
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.shapes import SHAPES
 from monkeyjump.bench.step import StepRun
-from monkeyjump.bench.turns import Measurement
-from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, method_config
-from monkeyjump.bench.worker_process import Row
+from monkeyjump.bench.turns import Measurement, Row
+from monkeyjump.bench.variants import FLOOR, PEFT_LORA, PEFT_LORA_LOW, SHAPES, method_config
 
 BASE = "base"  # the axis of the one floor that rank and experts, which it does not have, are held against
 SAME = ("mode", "axis", "value")
@@ -66,14 +64,10 @@ def points(name: str, settings: Settings, axis: str) -> list[tuple[int, Settings
         return []
     if axis == "rank":
         return [(rank, replace(settings, rank=rank)) for rank in RANKS]
-    return [] if name in (PEFT_LORA, PEFT_LORA_LOW) else _with_experts(name, settings)
-
-
-def _with_experts(name: str, settings: Settings) -> list[tuple[int, Settings]]:
-    config = method_config(name, settings)
-    if config.placement in ("projection", "ffn"):
+    config = None if name in (PEFT_LORA, PEFT_LORA_LOW) else method_config(name, settings)
+    if config is not None and config.placement in ("projection", "ffn"):
         return [(n, replace(settings, overrides={**settings.overrides, "experts": n})) for n in EXPERTS]
-    if config.placement == "block" and config.layers_to_route != []:
+    if config is not None and config.placement == "block" and config.layers_to_route != []:
         nothing_shared = {**settings.overrides, "shared_modules": []}
         return [(n, replace(settings, targets=PROJECTIONS[:n], overrides=nothing_shared)) for n in PROJECTION_COUNTS]
     return []

@@ -5,22 +5,18 @@ Shapes: B batch, T tokens, D hidden width.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from monkeyjump.bench import timing
-from monkeyjump.bench.modes import SETTLE, CompiledModesRun, graphs_made
+from monkeyjump.bench import runs
 from monkeyjump.bench.results import bytes_in_words, milliseconds, ratio
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import Measurement
-from monkeyjump.bench.variants import BuiltVariant, build, plain_model, random_ids, skip_masks
-from monkeyjump.bench.worker_process import Row
+from monkeyjump.bench.turns import Measurement, Row
+from monkeyjump.bench.variants import build, plain_model, random_ids, skip_masks
 from monkeyjump.training.fused_loss import FusedLoss, liger_kernel, torch_kernel
 
 COLUMNS = [
@@ -39,57 +35,16 @@ def measurements(settings: Settings) -> list[Measurement]:
     return [Measurement(StepRun, name, settings) for name in settings.methods]
 
 
-@dataclass
-class RandomBatch:
-    """The same tensors at every step, as a CUDA graph needs them.
+class StepRun(runs.ModesRun):
+    """One variant's training step, on the same tensors every time, as a CUDA graph needs them.
 
     The embeddings ask for a gradient in every variant, not only in the floor, so that a ratio to the floor shows the
-    adapters alone.
+    adapters alone. Another row of the same mode gives more times of the same call.
     """
-
-    embeds: torch.Tensor  # [B, T, D]
-    upstream: torch.Tensor  # [B, T, D], the gradient that arrives at the last hidden state
-    labels: torch.Tensor  # [B, T]
-
-
-def random_batch(built: BuiltVariant, settings: Settings) -> RandomBatch:
-    generator = torch.Generator(device=settings.device).manual_seed(settings.seed)
-    ids = random_ids(built.causal_lm, settings, generator)
-    with torch.no_grad():
-        embeds = built.decoder.embed_tokens(ids).detach().clone()
-    upstream = torch.randn(embeds.shape, generator=generator, device=embeds.device, dtype=embeds.dtype)
-    return RandomBatch(embeds.requires_grad_(), upstream, ids)
-
-
-def run_model(built: BuiltVariant, batch: RandomBatch) -> None:
-    """Forward and backward of the causal LM and its loss."""
-    extra = {} if built.task_ids is None else {"task_ids": built.task_ids}
-    built.model(inputs_embeds=batch.embeds, labels=batch.labels, use_cache=False, **extra).loss.backward()
-
-
-def run_blocks(built: BuiltVariant, batch: RandomBatch) -> None:
-    """Forward and backward of the decoder, under a given upstream gradient; the losses of routers take part."""
-    context, losses = built.context, []
-    if context is None:
-        hidden = built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state
-    else:
-        # what the hooks of the causal LM, which is not called here, would do
-        context.losses.clear()
-        call = context.open()
-        call.task_ids = built.task_ids
-        hidden = built.decoder(inputs_embeds=batch.embeds, use_cache=False).last_hidden_state
-        context.close(call)
-        losses = [loss for loss in (context.losses.take(), context.regularizer(built.causal_lm)) if loss is not None]
-    torch.autograd.backward([hidden, *losses], [batch.upstream, *(None for _ in losses)])
-
-
-class StepRun(CompiledModesRun):
-    """One variant's training step. Another row of the same mode gives more times of the same call."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
         super().__init__(variant, settings)
         self.calls: dict[str, Callable[[], None]] = {}  # what was timed, by mode
-        start, before = time.perf_counter(), timing.resident_bytes(self.device)
         base = plain_model(settings)
         skip_masks(base)
         self.built = build(variant, settings, base)
@@ -97,35 +52,53 @@ class StepRun(CompiledModesRun):
         if settings.fused_loss != "off":
             kernel = liger_kernel if settings.fused_loss == "liger" else torch_kernel
             self.switched_on.enter_context(FusedLoss(self.built.model, kernel).installed())
-        self.batch = random_batch(self.built, settings)
-        self.resident = self._resident(before)
+        generator = torch.Generator(device=self.device).manual_seed(settings.seed)
+        self.labels = random_ids(base, settings, generator)  # [B, T]
+        with torch.no_grad():
+            self.embeds = self.built.decoder.embed_tokens(self.labels).detach().clone()  # [B, T, D]
+        like = {"device": self.embeds.device, "dtype": self.embeds.dtype}
+        self.upstream = torch.randn(self.embeds.shape, generator=generator, **like)  # arrives at the last hidden state
+        self.embeds.requires_grad_()
+        # the model, its adapters and the batch: what is there between two steps
+        batch = (self.embeds, self.upstream, self.labels)
+        tensors = [*self.built.model.parameters(), *self.built.model.buffers(), *batch]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self.resident = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.parameters = self.built.trainable()
-        self.leaves = [*self.parameters, self.batch.embeds]
+        self.leaves = [*self.parameters, self.embeds]
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.optimizer and self.parameters:
-            capturable = timing.is_cuda(self.device)
+            capturable = runs.is_cuda(self.device)
             self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True, capturable=capturable)
-        self.build_seconds = time.perf_counter() - start
-
-    def _resident(self, before: int | None) -> int:
-        """Bytes of the model, its adapters and the batch: what is there between two steps."""
-        after = timing.resident_bytes(self.device)
-        if before is not None and after is not None:
-            return after - before
-        tensors = [*self.built.model.parameters(), *self.built.model.buffers(), *vars(self.batch).values()]
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def step(self) -> None:
         """Forward and backward, as a trainer does it: gradients start from nothing."""
         self._drop_gradients()
-        run = run_model if self.settings.scope == "model" else run_blocks
-        run(self.built, self.batch)
+        if self.settings.scope == "model":
+            extra = {} if self.built.task_ids is None else {"task_ids": self.built.task_ids}
+            self.built.model(inputs_embeds=self.embeds, labels=self.labels, use_cache=False, **extra).loss.backward()
+        else:
+            self._run_blocks()
         if self.optimizer is not None:
             self.optimizer.step()
 
+    def _run_blocks(self) -> None:
+        """The decoder alone, under a given upstream gradient; the losses of routers take part."""
+        built, context, losses = self.built, self.built.context, []
+        if context is not None:  # what the hooks of the causal LM, which is not called here, would do
+            context.losses.clear()
+            call = context.open()
+            call.task_ids = built.task_ids
+        hidden = built.decoder(inputs_embeds=self.embeds, use_cache=False).last_hidden_state
+        if context is not None:
+            context.close(call)
+            losses = [
+                found for found in (context.losses.take(), context.regularizer(built.causal_lm)) if found is not None
+            ]
+        torch.autograd.backward([hidden, *losses], [self.upstream, *(None for _ in losses)])
+
     def _settle(self) -> None:
-        for _ in range(SETTLE):
+        for _ in range(runs.SETTLE):
             self.step()
         self._require_gradients("compile")
 
@@ -135,7 +108,7 @@ class StepRun(CompiledModesRun):
 
     def tidy(self) -> None:
         self._drop_gradients()
-        timing.release_cache(self.device)
+        runs.release_cache(self.device)
 
     def warm_up(self) -> None:
         """The first eager steps, and all compilation."""
@@ -155,21 +128,21 @@ class StepRun(CompiledModesRun):
         settings, captured_peak = self.settings, None
         if mode in self.calls:
             self.calls[mode]()
-            return {"times_ms": timing.times(self.calls[mode], settings.steps, self.device)}
+            return {"times_ms": runs.times(self.calls[mode], settings.steps, self.device)}
         call: Callable[[], None] = self.step
         if mode == "graph":
             call, captured_peak = self._captured()
-        graphs = graphs_made()
+        graphs = runs.graphs_made()
         for _ in range(settings.warmup):
             call()
-        timing.reset_peak(self.device)
-        self.calls[mode], times = call, timing.times(call, settings.steps, self.device)
-        peak = timing.peak_bytes(self.device) if captured_peak is None else captured_peak
-        if mode == "eager" and not timing.is_cuda(self.device):
+        runs.reset_peak(self.device)
+        self.calls[mode], times = call, runs.times(call, settings.steps, self.device)
+        peak = runs.peak_bytes(self.device) if captured_peak is None else captured_peak
+        if mode == "eager" and not runs.is_cuda(self.device):
             self._drop_gradients()
-            peak = self.resident + timing.cpu_peak_bytes(self.step)
+            peak = self.resident + runs.cpu_peak_bytes(self.step)
         self._require_gradients(mode)
-        found = timing.summary(times)
+        found = runs.summary(times)
         row: Row = {
             **found,
             "times_ms": times,
@@ -178,12 +151,11 @@ class StepRun(CompiledModesRun):
             "resident_bytes": self.resident,
             "extra_bytes": None if peak is None else peak - self.resident,
             "trainable": sum(parameter.numel() for parameter in self.parameters),
-            "build_seconds": self.build_seconds,
         }
         if mode != "eager":
-            row |= {**self.compiler, "recompiled_while_timed": graphs_made() - graphs}
+            row |= {**self.compiler, "recompiled_while_timed": runs.graphs_made() - graphs}
         if settings.profile and mode == settings.modes[-1]:
-            row["kernels"] = timing.kernels(call, self.device)
+            row["kernels"] = runs.kernels(call, self.device)
         return row
 
     def _captured(self) -> tuple[Callable[[], None], int | None]:
@@ -191,18 +163,18 @@ class StepRun(CompiledModesRun):
 
         def before() -> None:
             self.tidy()
-            timing.reset_peak(self.device)
+            runs.reset_peak(self.device)
 
         # warmed up on the stream of the capture, so that no gradient changes streams; kept: its memory goes with it
-        self.graph = timing.captured(self.step, self._settle, before)
-        peak = timing.peak_bytes(self.device)
+        self.graph = runs.captured(self.step, self._settle, before)
+        peak = runs.peak_bytes(self.device)
         self.graph.replay()
         self._require_gradients("graph")
         return self.graph.replay, peak
 
     def _require_gradients(self, mode: str) -> None:
         """A step that skips work is no step: everything trainable, and the input, must have a finite gradient."""
-        leaves = {"inputs_embeds": self.batch.embeds}
+        leaves = {"inputs_embeds": self.embeds}
         leaves |= {name: leaf for name, leaf in self.built.model.named_parameters() if leaf.requires_grad}
         missing = [name for name, leaf in leaves.items() if leaf.grad is None]
         broken = [name for name, leaf in leaves.items() if leaf.grad is not None and not leaf.grad.isfinite().all()]

@@ -1,4 +1,7 @@
-"""What is measured: the frozen model, PEFT's LoRA and every method of ours, on the same random model."""
+"""What is measured: the frozen model, PEFT's LoRA and every method of ours, on one model of a named shape.
+
+The weights are random, which is enough for speed and memory, and nothing has to be downloaded.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,28 @@ import torch
 from torch import nn
 
 from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.shapes import random_model
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 
 FLOOR = "floor"  # the frozen model: forward, and backward of the activations down to the input embeddings
 PEFT_LORA = "peft-lora"  # as PEFT makes it: adapters in fp32, which copies its input to fp32 beside a bf16 model
 PEFT_LORA_LOW = "peft-lora-low"  # PEFT's adapters in the model's dtype (autocast_adapter_dtype=False)
-BASELINES = (FLOOR, PEFT_LORA)
 TASKS = 4  # task ids of the rows, for methods that route by them
 BY_TASK = ("more", "mjlora_oracle")
 ATTENTION = "causal_sdpa"
+_FIELDS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(_FIELDS, values, strict=True))
+    for name, values in {
+        "qwen2-0.5b": ("qwen2", 896, 4864, 24, 14, 2, 151_936, True),
+        "llama-3-8b": ("llama", 4096, 14_336, 32, 32, 8, 128_256, False),
+        "smollm2-135m": ("llama", 576, 1536, 30, 9, 3, 49_152, True),
+        "tiny": ("llama", 64, 128, 2, 4, 2, 512, True),
+    }.items()
+}
 
 
 @dataclass
@@ -41,10 +55,10 @@ def variant_names(words: Sequence[str], alone: bool = False) -> list[str]:
     """The variants asked for, the baselines first; `all` is every method of the comparison."""
     from monkeyjump import methods
 
-    asked: list[str] = [] if alone else list(BASELINES)
+    asked = [] if alone else [FLOOR, PEFT_LORA]
     for word in words:
         asked += methods.COMPARED if word == "all" else [word]
-    known = [*BASELINES, PEFT_LORA_LOW, *methods.names()]
+    known = [FLOOR, PEFT_LORA, PEFT_LORA_LOW, *methods.names()]
     problems = [
         f"methods={name!r} is not known.{did_you_mean(name, known)} Known: all, {', '.join(known)}."
         for name in asked
@@ -55,10 +69,39 @@ def variant_names(words: Sequence[str], alone: bool = False) -> list[str]:
     return list(dict.fromkeys(asked))
 
 
+def empty_model(name: str, layers: int | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A causal LM of a named shape, or of a model by name, on the meta device: structure without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from monkeyjump.models import resolve
+
+    if name in SHAPES:
+        kind, *sizes = SHAPES[name].items()
+        depth = {} if layers is None else {"num_hidden_layers": layers}
+        config = AutoConfig.for_model(kind[1], **{**dict(sizes), **depth}, use_cache=False)
+    else:
+        try:
+            resolved = resolve(name)
+        except ConfigError as error:
+            hint = f"Shapes without weights: {', '.join(SHAPES)}.{did_you_mean(name, list(SHAPES))}"
+            raise ConfigError([*error.problems, hint]) from error
+        config = AutoConfig.from_pretrained(resolved.source, **resolved.options)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 def plain_model(workload: Settings) -> Any:
-    """The random model of a workload, the same weights for every variant."""
+    """The frozen model of a workload with weights N(0, 0.02), the same for every variant."""
     torch.manual_seed(workload.seed)
-    return random_model(workload.shape, workload.device, getattr(torch, workload.dtype), workload.layers)
+    empty = empty_model(workload.shape, workload.layers, getattr(torch, workload.dtype))
+    model: Any = empty.to_empty(device=workload.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
+    rotary = type(model.model.rotary_emb)
+    model.model.rotary_emb = rotary(model.config).to(workload.device)  # its buffers are computed, not loaded
+    model.tie_weights()
+    return model.requires_grad_(False)
 
 
 def random_ids(model: Any, workload: Settings, generator: torch.Generator) -> torch.Tensor:
@@ -69,17 +112,46 @@ def random_ids(model: Any, workload: Settings, generator: torch.Generator) -> to
 
 def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     """A variant on its random model (or on `model`), in training mode, its adapters off their start."""
+    from peft import LoraConfig, get_peft_model
+
+    from monkeyjump.tuner.model import require_context
+
     base = plain_model(workload) if model is None else model
-    adapted, context, task_ids = base, None, None
+    adapted, context = base, None
     if method in (PEFT_LORA, PEFT_LORA_LOW):
-        adapted = _with_peft_lora(method, base, workload)
+        rank = workload.rank or 2
+        config = LoraConfig(
+            r=rank,
+            # the scale of ours, 5 / 2, at every rank; declared an int, used as a number
+            lora_alpha=5 * rank / 2,  # type: ignore[arg-type]
+            lora_dropout=workload.dropout,
+            target_modules=list(workload.targets),
+            task_type="CAUSAL_LM",
+        )
+        adapted = get_peft_model(base, config, autocast_adapter_dtype=method == PEFT_LORA)
     elif method != FLOOR:
-        adapted, context = _with_ours(method, base, workload)
-    _leave_start(adapted)
-    adapted.train()
+        adapted = get_peft_model(base, method_config(method, workload))
+        context = require_context(adapted)
+    built = BuiltVariant(adapted.train(), base, base.model, context, None)
+    with torch.no_grad():
+        for parameter in built.trainable():
+            # Adapters start at zero, where half of their gradients are zero, too: a check of those would check nothing.
+            if not parameter.any():
+                parameter.normal_(0, 0.02)
     if method in BY_TASK:
-        task_ids = torch.arange(workload.batch, device=workload.device) % TASKS
-    return BuiltVariant(adapted, base, base.get_submodule("model"), context, task_ids)
+        built.task_ids = torch.arange(workload.batch, device=workload.device) % TASKS
+    return built
+
+
+def method_config(method: str, workload: Settings) -> Any:
+    from monkeyjump import methods
+
+    settings: dict[str, Any] = {"target_modules": list(workload.targets), "dropout": workload.dropout}
+    if workload.rank is not None:
+        settings.update(r=workload.rank, alpha=2.5 * workload.rank)
+    if method.startswith("mj"):
+        settings["center_init"] = "random_normalized"  # needs no data
+    return methods.build(method, "mj_paper", **{**settings, **workload.overrides})
 
 
 def skip_masks(model: Any) -> None:
@@ -94,46 +166,3 @@ def skip_masks(model: Any) -> None:
 
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     model.config._attn_implementation = ATTENTION
-
-
-def _with_peft_lora(method: str, base: Any, workload: Settings) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    rank = workload.rank or 2
-    config = LoraConfig(
-        r=rank,
-        # the scale of ours, 5 / 2, at every rank; declared an int, used as a number
-        lora_alpha=5 * rank / 2,  # type: ignore[arg-type]
-        lora_dropout=workload.dropout,
-        target_modules=list(workload.targets),
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(base, config, autocast_adapter_dtype=method == PEFT_LORA)
-
-
-def method_config(method: str, workload: Settings) -> Any:
-    from monkeyjump import methods
-
-    settings: dict[str, Any] = {"target_modules": list(workload.targets), "dropout": workload.dropout}
-    if workload.rank is not None:
-        settings.update(r=workload.rank, alpha=2.5 * workload.rank)
-    if method.startswith("mj"):
-        settings["center_init"] = "random_normalized"  # needs no data
-    return methods.build(method, "mj_paper", **{**settings, **workload.overrides})
-
-
-def _with_ours(method: str, base: Any, workload: Settings) -> tuple[Any, Any]:
-    from peft import get_peft_model
-
-    from monkeyjump.tuner.model import require_context
-
-    adapted = get_peft_model(base, method_config(method, workload))
-    return adapted, require_context(adapted)
-
-
-@torch.no_grad()
-def _leave_start(model: nn.Module) -> None:
-    """Adapters start at zero, where half of their gradients are zero too: a check of gradients would check nothing."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and not parameter.any():
-            parameter.normal_(0, 0.02)

@@ -47,18 +47,17 @@ def _add_option(parser: argparse.ArgumentParser, verb: Verb, setting: Field) -> 
 def run(options: argparse.Namespace) -> int:
     import textwrap
 
-    from monkeyjump.bench import benchmarks
-    from monkeyjump.bench.results import failures
+    from monkeyjump.bench import results
 
-    settings = benchmarks.settings_from(options)
+    settings = results.settings_from(options)
     try:
-        record, tables = benchmarks.measure(settings, _tell)
+        record, tables = results.measure(settings, _tell)
     except KeyboardInterrupt:
-        print(f"\nstopped; what was measured is in {benchmarks.output_folder(settings)}.")
+        print(f"\nstopped; what was measured is in {results.output_folder(settings)}.")
         return 130
     for table in tables:
         table.show()
-    for line in failures(record.rows):
+    for line in results.failures(record.rows):
         print(textwrap.fill(line, width=80))
     print(f"saved       {record.path}")
     return 0 if record.content.status == "finished" else 1

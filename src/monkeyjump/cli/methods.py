@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import monkeyjump as mj
-    from monkeyjump.bench.shapes import empty_model
+    from monkeyjump.bench.variants import empty_model
     from monkeyjump.errors import ConfigError
     from monkeyjump.tables import Table
 

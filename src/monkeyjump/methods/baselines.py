@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from monkeyjump.errors import ConfigError
 from monkeyjump.methods.presets import METHODS, PAPER_TARGETS
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -103,5 +104,61 @@ def moe_propulsion(protocol: str) -> dict[str, Any]:
     return {**_mixture("propulsion"), "aux_loss_weight": 0.01}
 
 
-for _method in (moelora, hydralora, mola, moa, moe_lora_fa, moe_adalora, moe_propulsion):
+def mixlora(protocol: str, layout: str | None = None) -> dict[str, Any]:
+    """MixLoRA (Li et al., 2024): LoRA on attention, a mixture of LoRA experts in the feed-forward.
+
+    Two layouts, and a result must say which one it used:
+
+    - `layout="ffn"` (published, the default): attention targets get plain LoRA; the feed-forward becomes a mixture of
+      whole feed-forwards, each with LoRA of its own on every feed-forward target, under one softmax router per block on
+      the feed-forward's input, top-2, renormalised; Mixtral's balance loss at weight 0.001. Matched with the authors'
+      code: rank 16, alpha 32, dropout 0.05, 8 experts. Not matched: they multiply the input by noise in place, at
+      inference too (off here; `noise="input_mul"` with a `jitter` multiplies the router's copy of it, in training
+      only), average the router's logits over all blocks before balancing (here every router is balanced by itself;
+      `lb_reduce="global"` is the nearest), and draw one dropout mask per expert. With attention targets alone there are
+      no experts: plain LoRA and one idle router per block, as the paper's efficiency figure probably had it.
+    - `layout="projection"` (the `mj_paper` protocol): four LoRA experts on each listed projection, a router per
+      projection, top-2. The Monkey Jump paper lists q, k, v, o and gate for every method, which MixLoRA's own layout
+      has no form for.
+    """
+    if layout is None:
+        layout = "projection" if protocol == "mj_paper" else "ffn"
+    if layout not in ("ffn", "projection"):
+        raise ConfigError(
+            f"layout={layout!r} is not known: choose 'ffn' (whole feed-forwards as experts, as published) or "
+            "'projection' (experts on every listed projection)."
+        )
+    settings: dict[str, Any] = {"adapter": "lora", "placement": layout, "router": "linear", "top_k": 2}
+    settings.update(router_init="normal", renormalize=True, aux_loss_weight=0.001, lb_norm="mixtral")
+    if protocol == "mj_paper":
+        return {**settings, "target_modules": list(PAPER_TARGETS), "experts": 4}
+    published = {"experts": 8, "r": 16, "alpha": 32.0, "dropout": 0.05}
+    return {**settings, **published, "target_modules": [*ATTENTION, *FEED_FORWARD]}
+
+
+def more(protocol: str) -> dict[str, Any]:
+    """MoRE (Zhang et al., 2025): one LoRA per projection; each task uses its first ranks, as many as it chooses.
+
+    Rows are routed by `task_ids`; without them, outside training, by the nearest task embedding (a warning says so
+    once). Matched with the authors' code: one selector and one table of 8 task embeddings per projection, as wide as
+    its input, embeddings N(0, 0.01^2), rank i weighted by (i/r)^2 (`rank_scale="code"`), rank 8, alpha 32, dropout 0.1,
+    the contrastive task loss at temperature 0.05 and weight 0.1. Deliberately different:
+
+    - the selector trains: their straight-through branch is never reached, so each task keeps the rank it was born with;
+    - the weight of rank i follows r, where theirs is fixed to 8; one batch may mix tasks;
+    - the loss compares the mean over the prompt with the embeddings (`task_rep`), since the first token of a causal
+      model has seen nothing; `task_rep="first"` is theirs. It is the mean over projections, where they divide by
+      constants of T5;
+    - the sampling that balances datasets belongs to the data, not to the adapter.
+
+    `preset="mj_paper"`: the paper's targets, dropout and alpha / r, with four nested experts, that is rank 4.
+    """
+    settings: dict[str, Any] = {"adapter": "lora", "placement": "nested", "granularity": "task"}
+    settings.update(tasks=8, rank_scale="code", task_rep="mean", contrastive_weight=0.1)
+    if protocol == "mj_paper":
+        return {**settings, "target_modules": list(PAPER_TARGETS), "r": 4, "alpha": 10.0}
+    return {**settings, "target_modules": list(ATTENTION), "r": 8, "alpha": 32.0, "dropout": 0.1}
+
+
+for _method in (moelora, hydralora, mola, moa, moe_lora_fa, moe_adalora, moe_propulsion, mixlora, more):
     METHODS.add(_method.__name__, _method)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -39,11 +40,7 @@ def names() -> list[str]:
 
 def describe(name: str) -> str:
     """The paper of a method, what of it is matched and what is not."""
-    method = METHODS.get(name)
-    text = inspect.getdoc(method)
-    if text is None or name in ("mixlora", "more"):  # structures with a file of their own, which tells
-        text = inspect.getdoc(inspect.getmodule(method))
-    return text or ""
+    return inspect.getdoc(METHODS.get(name)) or ""
 
 
 def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpConfig:
@@ -65,9 +62,8 @@ def build(name: str, preset: str = "published", **overrides: Any) -> MonkeyJumpC
     if unknown:
         raise ConfigError([f"{key!r} is no setting of {name}.{did_you_mean(key, known)}" for key in unknown])
     for options in (overrides.get("adapter_options"), overrides.get("method_options")):
-        settings = {
-            key: value for key, value in settings.items() if not isinstance(options, dict) or key not in options
-        }
+        given = options if isinstance(options, dict) else {}
+        settings = {key: value for key, value in settings.items() if key not in given}
     settings.update(overrides)
     targets, shared = settings.get("target_modules"), settings.get("shared_modules")
     if shared and "shared_modules" not in overrides and isinstance(targets, list | tuple | set | None):
@@ -87,25 +83,14 @@ def overrides_of_each(names: Sequence[str], preset: str, overrides: dict[str, An
     }
 
 
-def _plain(adapter: str, about: str) -> Callable[[str], dict[str, Any]]:
-    """One always-on adapter per target. Its authors name no single setting, so both presets are the matched one."""
+def _add(name: str, about: str, adapter: str, **settings: Any) -> None:
+    """Add a method whose published form is the matched one: the paper's own, or one whose authors name no setting."""
 
     def preset(protocol: str) -> dict[str, Any]:
-        return {"adapter": adapter, "target_modules": list(PAPER_TARGETS), "layers_to_route": []}
+        return {"adapter": adapter, "target_modules": list(PAPER_TARGETS), **deepcopy(settings)}
 
-    preset.__doc__ = f"{about}\n\nAlways on, nothing routed. Both presets are the Monkey Jump paper's setting."
-    return preset
-
-
-def _monkey_jump(adapter: str, about: str, **settings: Any) -> Callable[[str], dict[str, Any]]:
-    """The paper's own setting: q, k, v routed, o and gate shared; its published form is the matched one."""
-
-    def preset(protocol: str) -> dict[str, Any]:
-        modules = {"target_modules": list(PAPER_TARGETS), "shared_modules": list(PAPER_SHARED)}
-        return {"adapter": adapter, **modules, **settings}
-
-    preset.__doc__ = f"{about}\n\nq, k, v routed, o and gate shared. Both presets are the paper's setting."
-    return preset
+    preset.__doc__ = about
+    METHODS.add(name, preset)
 
 
 for _name, _about in {
@@ -115,10 +100,12 @@ for _name, _about in {
     "adalora": "AdaLoRA (Zhang et al., 2023): a trained diagonal between B and A; no rank is taken away by default.",
     "propulsion": "Propulsion (Kowsher et al., 2024): every output scaled by p ** 15.",
 }.items():
-    METHODS.add(_name, _plain(_name, _about))
+    _about += "\n\nAlways on, nothing routed. Both presets are the Monkey Jump paper's setting."
+    _add(_name, _about, _name, layers_to_route=[])
+_ROUTED = "\n\nq, k, v routed, o and gate shared. Both presets are the paper's setting."
 for _adapter in ("lora", "lora_fa", "adalora", "propulsion"):
-    _about = f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres."
-    METHODS.add(f"mj{_adapter.replace('_', '')}", _monkey_jump(_adapter, _about))
+    _about = f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres.{_ROUTED}"
+    _add(f"mj{_adapter.replace('_', '')}", _about, _adapter, shared_modules=PAPER_SHARED)
 
 # Controls: what a comparison needs before it may say that routing helps.
 for _name, _about, _settings in (
@@ -131,4 +118,4 @@ for _name, _about, _settings in (
     ("mjlora_shuffled", "Control: the gates of other tokens of the batch, at random.", {"router": "shuffled"}),
     ("mjlora_oracle", "Control: the task id decides; needs `task_ids`.", {"granularity": "task"}),
 ):
-    METHODS.add(_name, _monkey_jump("lora", _about, **_settings))
+    _add(_name, _about + _ROUTED, "lora", shared_modules=PAPER_SHARED, **_settings)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 
@@ -32,34 +33,30 @@ def implementation(choice: str) -> Iterator[None]:
         _override = before
 
 
-def uses_kernels(x: torch.Tensor) -> bool:
+def uses_kernels(x: Tensor) -> bool:
     """Whether Triton kernels work on x. They do not follow autocast's rules: what it would cast is left to torch."""
     choice = _override or ENVIRONMENT
     if choice == "torch" or type(x) not in PLAIN or autocast_dtype(x) not in (None, x.dtype):
         return False
     if choice == "auto":
-        return x.is_cuda and has_triton() and x.dtype in KERNEL_DTYPES
-    if not has_triton() or not (x.is_cuda or interpreted()):
+        return x.is_cuda and HAS_TRITON and x.dtype in KERNEL_DTYPES
+    if not HAS_TRITON or not (x.is_cuda or interpreted()):
         raise ConfigError(
             f"MONKEYJUMP_OPS=triton cannot run on a {x.device.type} tensor here: Triton "
-            f"{'is not installed' if not has_triton() else 'needs a GPU, or TRITON_INTERPRET=1 for tests'}. "
+            f"{'is not installed' if not HAS_TRITON else 'needs a GPU, or TRITON_INTERPRET=1 for tests'}. "
             "Use MONKEYJUMP_OPS=auto."
         )
     return x.dtype in KERNEL_DTYPES
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of the operands of a product with x; None where it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # a tensor of another class (sharded, quantised) has no memory of its own
-
-
-def has_triton() -> bool:
-    return HAS_TRITON
+PLAIN = (Tensor, torch.nn.Parameter)  # a tensor of another class (sharded, quantised) has no memory of its own
 
 
 def interpreted() -> bool:

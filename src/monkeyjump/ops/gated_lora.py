@@ -7,12 +7,9 @@ output that was computed elsewhere (a quantised, sharded or hooked linear).
 
 In eager mode on small models the host is slower than the GPU: what counts is the number of launches and of autograd
 nodes. One node holds all projections of a group; its backward adds every contribution into one dx, where autograd
-would keep one tensor per projection and adapter and add them up. Where the weights lie side by side in memory, all
-frozen products are one product; of the gradients only narrow ones are put together, which costs a copy.
-
-The compiler makes no kernel of its own for any of it, so under torch.compile the same autograd function calls the same
-products as registered ops (`grouped_products`). The gradient is one op unless gates have one too, or experts share an
-A. Then it is two, and what lies between them (few numbers a token) is left to the compiler.
+would keep one tensor per projection and adapter and add them up. Under torch.compile the same autograd function calls
+the same products as registered ops (`grouped_products`). The gradient is one op unless gates have one too, or experts
+share an A. Then it is two, and what lies between them (few numbers a token) is left to the compiler.
 
 Shapes: N tokens, D input width, M projections of widths O, R rank, C columns of B, G gates of a token.
 """
@@ -23,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monkeyjump.ops.grouped_products import DIRECT, REGISTERED, Places, Products, drawn_seed, strengths_of
 from monkeyjump.ops.lowrank import (
@@ -33,11 +31,8 @@ from monkeyjump.ops.lowrank import (
     new_seed,
     rank_gradients,
     rows_of,
-    with_diagonal,
 )
 from monkeyjump.ops.registration import composed
-
-Tensor = torch.Tensor
 
 
 def grouped_lora(
@@ -135,14 +130,16 @@ class _GroupedLora(torch.autograd.Function):
             dz, by_projection = rank_gradients(t, z, strengths_of(scale, gates, diagonals, places), gated)
             dgates = _of_tensors(by_projection, gates, places) if gated else dgates
             dx, sums = products.down_backward(dys, x, dz, partial, weights, As, seed, p, with_dx)
-        found = _split_like(sums, Bs if x is None else [*Bs, *As])
+        own = Bs if x is None else [*Bs, *As]
+        parts = sums.split([tensor.numel() for tensor in own])
+        found: list[Any] = [part.view(tensor.shape) for part, tensor in zip(parts, own, strict=True)]
         dBs, dAs, ddiagonals = found[: len(Bs)], found[len(Bs) :] or [None] * len(As), []
-        if diagonals:
-            pairs = [with_diagonal(*given) for given in zip(dBs, Bs, diagonals, strict=True)]
-            dBs, ddiagonals = [dB for dB, _ in pairs], [ddiagonal for _, ddiagonal in pairs]
-        own = (*dAs, *dBs, *dgates, *ddiagonals)
+        if diagonals:  # y depends on B and the diagonal by their product alone
+            ddiagonals = [(dB * B).sum(0) for dB, B in zip(dBs, Bs, strict=True)]
+            dBs = [dB * diagonal for dB, diagonal in zip(dBs, diagonals, strict=True)]
         dbase = grads[0] if ctx.needs_input_grad[1] else None
-        return dx.view(ctx.shape) if with_dx else None, dbase, None, None, None, None, *own
+        given = dx.view(ctx.shape) if with_dx else None, dbase, None, None, None, None
+        return (*given, *dAs, *dBs, *dgates, *ddiagonals)
 
 
 # Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
@@ -151,21 +148,10 @@ _apply = super(torch.autograd.Function, _GroupedLora).apply
 
 @composed("grouped_lora_products")
 def grouped_lora_op(
-    x: Tensor,
-    base: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    As: list[Tensor],
-    Bs: list[Tensor],
-    gates: list[Tensor],
-    diagonals: list[Tensor],
-    seed: Tensor | None,
-    p: float,
-    scale: float,
-    places: Places,
-    trained: bool,
-    gated: bool,
-) -> list[Tensor]:
+    x: Tensor, base: Tensor | None, weights: list[Tensor], biases: list[Tensor | None], As: list[Tensor],
+    Bs: list[Tensor], gates: list[Tensor], diagonals: list[Tensor], seed: Tensor | None, p: float, scale: float,
+    places: Places, trained: bool, gated: bool,
+) -> list[Tensor]:  # fmt: skip
     """M of y [..., O]; `trained`: A has a gradient; `gated`: the gates have one."""
     settings = p, scale, places, trained, gated, len(gates)
     own = (*As, *Bs, *gates, *diagonals)
@@ -189,9 +175,3 @@ def _of_tensors(dgates: list[Any], gates: list[Tensor], places: Places) -> list[
     for first, dgate in zip(firsts, dgates, strict=True):
         gradient[:, first : first + number] += dgate
     return [gradient]
-
-
-def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Any]:
-    """Consecutive parts of a vector in the shapes of the tensors."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from monkeyjump.ops.kernels import lora
 from monkeyjump.ops.kernels.partial_sums import total
@@ -21,7 +22,6 @@ from monkeyjump.ops.kernels.tiles import FEW_TOKENS
 from monkeyjump.ops.lowrank import Dropout, Frozen, Strengths, Update, new_seed
 from monkeyjump.ops.registration import registered, shapes_of
 
-Tensor = torch.Tensor
 # A compiler need not copy an input to give it the layout it was traced with: the functions make rows dense themselves.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 # The tokens that share a row of gates, G, and the first column of every projection in its tensor of gates.
@@ -49,20 +49,10 @@ def kept_dtype(x: Tensor, gated: bool) -> torch.dtype:
 
 
 def forward(
-    x: Tensor,
-    base: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    As: list[Tensor],
-    Bs: list[Tensor],
-    gates: list[Tensor],
-    diagonals: list[Tensor],
-    seed: Tensor | None,
-    p: float,
-    scale: float,
-    places: Places,
-    gated: bool,
-) -> list[Tensor]:
+    x: Tensor, base: Tensor | None, weights: list[Tensor], biases: list[Tensor | None], As: list[Tensor],
+    Bs: list[Tensor], gates: list[Tensor], diagonals: list[Tensor], seed: Tensor | None, p: float, scale: float,
+    places: Places, gated: bool,
+) -> list[Tensor]:  # fmt: skip
     """M of y [N, O], then z [N, M * R]; with a base [N, O] y is that and the update. `gated`: gates have a gradient."""
     strengths = strengths_of(scale, gates, diagonals, places)
     update = Update([A.contiguous() for A in As], [B.contiguous() for B in Bs], strengths, Dropout.of(seed, p))
@@ -107,24 +97,14 @@ def _update_first(x: Tensor, frozen: Frozen, update: Update, keep: torch.dtype) 
 
 
 def backward(
-    dys: list[Tensor],
-    x: Tensor | None,
-    z: Tensor,
-    weights: list[Tensor],
-    As: list[Tensor],
-    Bs: list[Tensor],
-    gates: list[Tensor],
-    diagonals: list[Tensor],
-    seed: Tensor | None,
-    p: float,
-    scale: float,
-    places: Places,
+    dys: list[Tensor], x: Tensor | None, z: Tensor, weights: list[Tensor], As: list[Tensor], Bs: list[Tensor],
+    gates: list[Tensor], diagonals: list[Tensor], seed: Tensor | None, p: float, scale: float, places: Places,
     with_dx: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dx [N, D], empty without `with_dx`; all dB, for diagonals of ones, and with x all dA, one after the other)."""
     dys, Bs = [dy.contiguous() for dy in dys], [B.contiguous() for B in Bs]
-    dz, parts = lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), True)
-    return _sums_and_dx(dys, x, dz, parts, weights, As, Dropout.of(seed, p), with_dx)
+    dz, partial = lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), True)
+    return down_gradients(dys, x, dz, partial, weights, As, Dropout.of(seed, p), with_dx)
 
 
 backward_op = registered("grouped_lora_backward", tags=ANY_LAYOUT)(backward)
@@ -136,18 +116,12 @@ def _(dys, x, z, weights, As, Bs, gates, diagonals, seed, p, scale, places, with
 
 
 def up_backward(
-    dys: list[Tensor],
-    z: Tensor,
-    Bs: list[Tensor],
-    gates: list[Tensor],
-    diagonals: list[Tensor],
-    scale: float,
+    dys: list[Tensor], z: Tensor, Bs: list[Tensor], gates: list[Tensor], diagonals: list[Tensor], scale: float,
     places: Places,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(t = dy B [N, M * C]; the partial sums [P, W] of all dB, for diagonals of ones)."""
     dys, Bs = [dy.contiguous() for dy in dys], [B.contiguous() for B in Bs]
-    t, (partial,) = lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), False)
-    return t, partial
+    return lora.up_backward(dys, z, Bs, strengths_of(scale, gates, diagonals, places), False)
 
 
 up_backward_op = registered("grouped_lora_up_backward", tags=ANY_LAYOUT)(up_backward)
@@ -160,19 +134,12 @@ def _(dys, z, Bs, gates, diagonals, scale, places):
 
 
 def down_backward(
-    dys: list[Tensor],
-    x: Tensor | None,
-    dz: Tensor,
-    partial: Tensor,
-    weights: list[Tensor],
-    As: list[Tensor],
-    seed: Tensor | None,
-    p: float,
-    with_dx: bool,
-) -> tuple[Tensor, Tensor]:
+    dys: list[Tensor], x: Tensor | None, dz: Tensor, partial: Tensor, weights: list[Tensor], As: list[Tensor],
+    seed: Tensor | None, p: float, with_dx: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dx [N, D], empty without `with_dx`; all dB, added up of their partial sums, and with x all dA)."""
     dys = [dy.contiguous() for dy in dys]
-    return _sums_and_dx(dys, x, dz.contiguous(), [partial], weights, As, Dropout.of(seed, p), with_dx)
+    return down_gradients(dys, x, dz.contiguous(), partial, weights, As, Dropout.of(seed, p), with_dx)
 
 
 down_backward_op = registered("grouped_lora_down_backward", tags=ANY_LAYOUT)(down_backward)
@@ -183,52 +150,38 @@ def _(dys, x, dz, partial, weights, As, seed, p, with_dx):
     return _new_gradients(dys, x, dz, partial.shape[1], As, with_dx)
 
 
-def _sums_and_dx(dys, x, dz, parts, weights, As, dropout, with_dx: bool) -> tuple[Tensor, Tensor]:
-    x, As = None if x is None else x.contiguous(), [A.contiguous() for A in As]
-    dx, more = down_gradients(dys, weights, x, dz, As, dropout, with_dx)
-    return dz.new_empty(0) if dx is None else dx, total([*parts, *more])
-
-
 def _new_gradients(dys, x, z, ups, As, with_dx: bool) -> tuple[Tensor, Tensor]:
     dx = dys[0].new_empty(dys[0].shape[0], As[0].shape[1]) if with_dx else z.new_empty(0, dtype=torch.float32)
     sums = ups + (0 if x is None else sum(A.numel() for A in As))
     return dx, z.new_empty(sums, dtype=torch.float32)
 
 
-def down_gradients(
-    dys: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    x: Tensor | None,
-    dz: Tensor,
-    As: Sequence[Tensor],
-    dropout: Dropout | None,
-    with_dx: bool,
-) -> tuple[Tensor | None, list[Tensor]]:
-    """(dx [N, D] by the ranks and by the weights; with x the partial sums of dA).
+def down_gradients(dys, x, dz, partial, weights, As, dropout, with_dx: bool) -> tuple[Tensor, Tensor]:
+    """(dx [N, D] by the ranks and by the weights; all dB, added up of their partial sums, and with x all dA).
 
     The ranks come first: a product adds its result to what is there while it writes it, a kernel would have to read it.
     """
+    x, As = None if x is None else x.contiguous(), [A.contiguous() for A in As]
     dx = torch.empty(dz.shape[0], As[0].shape[1], dtype=dys[0].dtype, device=dz.device) if with_dx else None
     parts = lora.down_backward(x, dz, As, dropout, dx)
     if dx is not None and weights:
         if len(weights) < len(dys):
-            dys, widths = _joined_where_narrow(dys)
-            weights = weights[0].split_with_sizes(widths)
+            dys = _joined_where_narrow(dys)
+            weights = weights[0].split_with_sizes([dy.shape[1] for dy in dys])
         for dy, weight in zip(dys, weights, strict=True):
             dx.addmm_(dy, weight)
-    return dx, parts
+    return dz.new_empty(0) if dx is None else dx, total([partial, *parts])
 
 
-def _joined_where_narrow(dys: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """The gradients, with neighbours put together that are narrow, and the widths."""
+def _joined_where_narrow(dys: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, with neighbours put together that are narrow."""
     groups: list[list[Tensor]] = []
     for dy in dys:
         if groups and dy.shape[1] <= NARROW_GRADIENT and groups[-1][-1].shape[1] <= NARROW_GRADIENT:
             groups[-1].append(dy)
         else:
             groups.append([dy])
-    joined = [group[0] if len(group) == 1 else torch.cat(group, 1) for group in groups]
-    return joined, [dy.shape[1] for dy in joined]
+    return [group[0] if len(group) == 1 else torch.cat(group, 1) for group in groups]
 
 
 class Products(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # the target that counts for nothing
@@ -50,14 +51,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
     *,
-    divisor: torch.Tensor | float | None = None,
+    divisor: Tensor | float | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> torch.Tensor:
+) -> Tensor:
     """`F.cross_entropy((hidden @ weight.T + bias).float(), targets)`: the sum over `divisor`; None: the mean.
 
     hidden [N, D]; weight [V, D] and bias [V], frozen; targets [N], -100 to leave a row out. No host synchronisation.
@@ -66,7 +67,7 @@ def linear_cross_entropy(
         raise ValueError("linear_cross_entropy computes no gradient of the head: it must be frozen.")
     if divisor is None:
         divisor = (targets != IGNORE).sum()
-    if not isinstance(divisor, torch.Tensor):
+    if not isinstance(divisor, Tensor):
         divisor = torch.full((), float(divisor), device=hidden.device)  # a fill: no copy from the host
     scale = divisor.to(hidden.device).float().reciprocal()
     rows = max(1, chunk_elements // weight.shape[0])

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     """[..., W] as dense rows [N, W], which is what the kernels read; a copy only where it has to be."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-def gate_rows(gate: torch.Tensor) -> torch.Tensor:
+def gate_rows(gate: Tensor) -> Tensor:
     """A gate [..., G] as [N, G] with dense rows; the rows themselves may lie apart, as columns of a wider tensor do."""
     gate = gate.reshape(-1, gate.shape[-1])
     return gate if gate.shape[1] == 1 or gate.stride(1) == 1 else gate.contiguous()
@@ -30,11 +31,11 @@ class GateColumns:
     give up wide loads of whatever is computed from it.
     """
 
-    tensor: torch.Tensor
+    tensor: Tensor
     first_columns: tuple[int, ...]  # of every projection
     number: int  # G, the columns of one projection
 
-    def by_projection(self) -> list[torch.Tensor]:
+    def by_projection(self) -> list[Tensor]:
         """[..., G] of every projection."""
         return [self.tensor[..., first : first + self.number] for first in self.first_columns]
 
@@ -42,7 +43,7 @@ class GateColumns:
 MOST_SEEDS = 2**31
 
 
-def new_seed(device: torch.device) -> torch.Tensor:
+def new_seed(device: torch.device) -> Tensor:
     return torch.randint(MOST_SEEDS, (), device=device)
 
 
@@ -50,11 +51,11 @@ def new_seed(device: torch.device) -> torch.Tensor:
 class Dropout:
     """A dropout mask, which is made from its seed wherever it is needed and never stored."""
 
-    seed: torch.Tensor  # int64, []
+    seed: Tensor  # int64, []
     p: float
 
     @classmethod
-    def of(cls, seed: torch.Tensor | None, p: float) -> Dropout | None:
+    def of(cls, seed: Tensor | None, p: float) -> Dropout | None:
         """The mask of this seed, or None without one."""
         return None if seed is None else cls(seed, p)
 
@@ -72,8 +73,8 @@ class Strengths:
     """The factors of every projection of a group: s = scale * diagonal[c] * gate[n // every, c // (C / G)]."""
 
     scale: float
-    gates: tuple[torch.Tensor | None, ...]  # [N / every, G] each, of one row stride; all or none
-    diagonals: tuple[torch.Tensor | None, ...]  # [C] each
+    gates: tuple[Tensor | None, ...]  # [N / every, G] each, of one row stride; all or none
+    diagonals: tuple[Tensor | None, ...]  # [C] each
     every: int = 1  # tokens that share a row of a gate
 
 
@@ -81,8 +82,8 @@ class Strengths:
 class Update:
     """The low-rank updates of projections that read the same x: (dropout(x) A^T * s) B^T of each."""
 
-    As: Sequence[torch.Tensor]  # M of [R, D]
-    Bs: Sequence[torch.Tensor]  # M of [O, C]
+    As: Sequence[Tensor]  # M of [R, D]
+    Bs: Sequence[Tensor]  # M of [O, C]
     strengths: Strengths
     dropout: Dropout | None = None
 
@@ -96,27 +97,27 @@ class Update:
 class Projection:
     """One frozen linear and its adapter's tensors."""
 
-    weight: torch.Tensor | None  # [O, D], frozen; None where the frozen output is given
-    bias: torch.Tensor | None  # [O], frozen
-    A: torch.Tensor  # [R, D]
-    B: torch.Tensor  # [O, C]
-    gate: torch.Tensor | None  # [..., G] in the leading shape of x, or [B, 1, G]
-    diagonal: torch.Tensor | None  # [C]
+    weight: Tensor | None  # [O, D], frozen; None where the frozen output is given
+    bias: Tensor | None  # [O], frozen
+    A: Tensor  # [R, D]
+    B: Tensor  # [O, C]
+    gate: Tensor | None  # [..., G] in the leading shape of x, or [B, 1, G]
+    diagonal: Tensor | None  # [C]
 
 
 @dataclass
 class Frozen:
     """The weights [O, D] and biases [O] of a group's linears, or one of each where they lie together in memory."""
 
-    weights: list[torch.Tensor]
-    biases: list[torch.Tensor | None]
+    weights: list[Tensor]
+    biases: list[Tensor | None]
 
     @classmethod
     def of(cls, projections: Sequence[Projection]) -> Frozen:
         weights = [projection.weight for projection in projections if projection.weight is not None]
         return cls(weights, [projection.bias for projection in projections])
 
-    def by_projection(self, widths: Sequence[int]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
+    def by_projection(self, widths: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """The weights and biases of the linears of these widths, each by itself."""
         if len(self.weights) == len(widths):
             return self.weights, self.biases
@@ -125,25 +126,14 @@ class Frozen:
         return self.weights[0].split_with_sizes(widths), biases
 
 
-def with_diagonal(
-    dB: torch.Tensor, B: torch.Tensor, diagonal: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(dB, ddiagonal) from the dB [O, C] for a diagonal of ones: y depends on B and diagonal by their product alone."""
-    if diagonal is None:
-        return dB, None
-    return dB * diagonal, (dB * B).sum(0)
-
-
-def rank_gradients(
-    t: torch.Tensor, z: torch.Tensor, strengths: Strengths, gated: bool
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+def rank_gradients(t: Tensor, z: Tensor, strengths: Strengths, gated: bool) -> tuple[Tensor, list[Tensor | None]]:
     """(dz [N, M * R], M of dgate [N / every, G]) from t = dy B [N, M * C] and z [N, M * R]; gated: gates have one."""
     M = len(strengths.gates)
     N, C, R = t.shape[0], t.shape[1] // M, z.shape[1] // M
     gates = [gate for gate in strengths.gates if gate is not None]
     diagonals = [diagonal for diagonal in strengths.diagonals if diagonal is not None]
     inner = t.view(N, M, C) * (strengths.scale * torch.stack(diagonals) if diagonals else strengths.scale)
-    outer: torch.Tensor | float = 1.0
+    outer: Tensor | float = 1.0
     if gates:
         outer = torch.stack(gates, 1).repeat_interleave(C // gates[0].shape[1], 2)
         outer = outer if strengths.every == 1 else outer.repeat_interleave(strengths.every, 0)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from torch import Tensor, nn
 
 
-def at_least_fp32(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Let `model.to(...)` move a tensor, but never round it below fp32 (adapters and routers are stored in fp32)."""
+class Fp32Module(nn.Module):
+    """A module whose tensors `model.to(...)` moves but never rounds below fp32: adapters and routers are stored so."""
 
-    def apply(tensor: torch.Tensor) -> torch.Tensor:
-        result = fn(tensor)
-        if result.is_floating_point() and result.dtype not in (torch.float32, torch.float64):
-            return tensor.to(result.device)
-        return result
+    def _apply(self, fn, recurse=True):
+        def move(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            narrow = result.is_floating_point() and result.dtype not in (torch.float32, torch.float64)
+            return tensor.to(result.device) if narrow else result
 
-    return apply
+        return super()._apply(move, recurse)
+
+
+def fp32_parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
 
 
 class PreciseLinear(torch.autograd.Function):
     """x W^T in the dtype of W (fp32) for an x of lower precision; backward keeps x as it came, not a wide copy."""
 
     @staticmethod
-    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.linear(x.to(weight.dtype), weight)
 
     @staticmethod
@@ -38,7 +41,7 @@ class PreciseLinear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
-def precise_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def precise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, computed and returned in the dtype of W."""
     if x.dtype == weight.dtype:
         return torch.nn.functional.linear(x, weight, bias)

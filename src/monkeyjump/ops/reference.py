@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 EPS = 1e-12
 
 
-def features(h: torch.Tensor, mean: torch.Tensor | None, normalize: bool) -> torch.Tensor:
+def features(h: Tensor, mean: Tensor | None, normalize: bool) -> Tensor:
     """The token as the router sees it, fp32: h, less its share of the mean direction, on the unit sphere if asked.
 
     `mean` is the mean of the unit tokens. Subtracting it from directions, not from raw states, keeps the few attention
@@ -25,7 +26,7 @@ def features(h: torch.Tensor, mean: torch.Tensor | None, normalize: bool) -> tor
     return u
 
 
-def similarity_logits(u: torch.Tensor, centers: torch.Tensor, similarity: str) -> torch.Tensor:
+def similarity_logits(u: Tensor, centers: Tensor, similarity: str) -> Tensor:
     """u [..., D] against centers [E, D] -> [..., E]; distances enter with a minus sign."""
     if similarity == "cosine":
         return F.normalize(u, dim=-1, eps=EPS) @ F.normalize(centers, dim=-1, eps=EPS).T
@@ -41,7 +42,7 @@ def similarity_logits(u: torch.Tensor, centers: torch.Tensor, similarity: str) -
     raise ValueError(f"unknown similarity {similarity!r}")
 
 
-def top_k_mask(logits: torch.Tensor, k: int | None) -> torch.Tensor:
+def top_k_mask(logits: Tensor, k: int | None) -> Tensor:
     """True on the k (None: all) largest entries of the last dimension; ties go to the lower index, on every device."""
     E = logits.shape[-1]
     if k is None or k >= E:
@@ -52,7 +53,7 @@ def top_k_mask(logits: torch.Tensor, k: int | None) -> torch.Tensor:
     return beaten_by.sum(-1) < k
 
 
-def gates(logits: torch.Tensor, k: int | None, temperature: float, renormalize: bool) -> torch.Tensor:
+def gates(logits: Tensor, k: int | None, temperature: float, renormalize: bool) -> Tensor:
     """softmax(logits / temperature) over all experts, kept on the top k and zero elsewhere."""
     p = torch.softmax(logits / temperature, dim=-1)
     m = p * top_k_mask(logits, k)
@@ -61,9 +62,7 @@ def gates(logits: torch.Tensor, k: int | None, temperature: float, renormalize: 
     return m
 
 
-def cluster_sums(
-    u: torch.Tensor, members: torch.Tensor, queries: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cluster_sums(u: Tensor, members: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum and number of the tokens of each expert: u [..., D], members [..., E] bool, queries [...] bool or None = all.
 
     A token that is no query contributes an exact zero, whatever it holds (padding may be NaN).
@@ -75,9 +74,7 @@ def cluster_sums(
     return weight_TE.T @ u.reshape(-1, u.shape[-1]), weight_TE.sum(0)
 
 
-def gated_lora(
-    x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, gate: torch.Tensor | float, dropout: float = 0.0
-) -> torch.Tensor:
+def gated_lora(x: Tensor, A: Tensor, B: Tensor, gate: Tensor | float, dropout: float = 0.0) -> Tensor:
     """gate * B A dropout(x), computed in the dtype of x; the gate (any scale included) acts on the rank-R activation.
 
     x [..., D], A [R, D], B [O, R], gate a number, [..., 1] or [..., R].
@@ -86,12 +83,12 @@ def gated_lora(
     return project_up(z, B, gate)
 
 
-def project_up(z: torch.Tensor, B: torch.Tensor, gate: torch.Tensor | float) -> torch.Tensor:
+def project_up(z: Tensor, B: Tensor, gate: Tensor | float) -> Tensor:
     """B (gate * z): the product with an fp32 gate is rounded once, to the dtype of z."""
     return F.linear((z * gate).to(z.dtype), B.to(z.dtype))
 
 
-def hashed_bits(count: int, seed: torch.Tensor) -> torch.Tensor:
+def hashed_bits(count: int, seed: Tensor) -> Tensor:
     """`count` pseudo-random 32-bit numbers, entry i a pure function of (seed, i): the murmur3 finaliser.
 
     Integer arithmetic only: the same bits on every device, in every kernel and in every version.
@@ -104,12 +101,12 @@ def hashed_bits(count: int, seed: torch.Tensor) -> torch.Tensor:
     return bits ^ (bits >> 16)
 
 
-def hashed_uniform(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
+def hashed_uniform(shape: torch.Size, seed: Tensor) -> Tensor:
     """fp32 numbers in [-1, 1) from the upper 24 bits, which fp32 holds exactly; a longer first dimension only adds."""
     return ((hashed_bits(shape.numel(), seed) >> 8).float() * 2.0**-23 - 1).view(shape)
 
 
-def row_norms(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_norms(weight: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """||W|| and ||W + B A|| of each row, [O], in the dtype of A: W [O, D], A [..., R, D], B [..., O, R].
 
     From ||W||^2 + <2 W A^T + B A A^T, B>: the sum W + B A is not formed, and B = 0 gives the same number twice.
@@ -120,7 +117,7 @@ def row_norms(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> tuple[t
     return square.sqrt(), both.clamp_min(0).sqrt()
 
 
-def keep_mask(shape: torch.Size, seed: torch.Tensor, dropout: float) -> torch.Tensor:
+def keep_mask(shape: torch.Size, seed: Tensor, dropout: float) -> Tensor:
     """A Bernoulli(1 - dropout) mask that a backward pass can make again from its seed instead of keeping it.
 
     One round of mixing, where `hashed_bits` has two: a mask is made anew in every pass over x, and on a GPU, counting
@@ -139,7 +136,7 @@ class SeededDropoutLinear(torch.autograd.Function):
     """A dropout(x) for a frozen A. Keeps the seed for backward: neither x nor its mask (an input-sized tensor each)."""
 
     @staticmethod
-    def forward(x: torch.Tensor, A: torch.Tensor, seed: torch.Tensor, dropout: float) -> torch.Tensor:
+    def forward(x: Tensor, A: Tensor, seed: Tensor, dropout: float) -> Tensor:
         kept = x * keep_mask(x.shape, seed, dropout)
         return F.linear(kept, A.to(x.dtype)) / (1 - dropout)
 
@@ -157,7 +154,7 @@ class SeededDropoutLinear(torch.autograd.Function):
         return grad_x / (1 - ctx.dropout), None, None, None
 
 
-def power_minus_one(offset: torch.Tensor, degree: int) -> torch.Tensor:
+def power_minus_one(offset: Tensor, degree: int) -> Tensor:
     """(1 + offset) ** degree - 1, of which a scaling far below the resolution of fp32 around 1 survives."""
     return PowerMinusOne.apply(offset, degree)
 
@@ -169,7 +166,7 @@ class PowerMinusOne(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(offset: torch.Tensor, degree: int) -> torch.Tensor:
+    def forward(offset: Tensor, degree: int) -> Tensor:
         f = offset.clone() if degree == 1 else offset  # an output is not its input
         for bit in f"{degree:b}"[1:]:
             f = f * (f + 2)  # (1 + f) ** 2 - 1
@@ -185,20 +182,15 @@ class PowerMinusOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (offset,) = ctx.saved_tensors
-        # d/do (1 + o) ** n = n (1 + o) ** (n - 1)
-        return grad * (ctx.degree * integer_power(1 + offset, ctx.degree - 1)), None
+        # d/do (1 + o) ** n = n (1 + o) ** (n - 1), as few products: no logarithm, so of any sign
+        p, power = 1 + offset, torch.ones_like(offset)
+        for bit in f"{ctx.degree - 1:b}":
+            power = power * power
+            if bit == "1":
+                power = power * p
+        return grad * (ctx.degree * power), None
 
 
-def integer_power(p: torch.Tensor, exponent: int) -> torch.Tensor:
-    """p ** exponent for exponent >= 0, as few products: no logarithm, so of any sign."""
-    result = torch.ones_like(p)
-    for bit in f"{exponent:b}":
-        result = result * result
-        if bit == "1":
-            result = result * p
-    return result
-
-
-def scale_output(y: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | float) -> torch.Tensor:
+def scale_output(y: Tensor, offset: Tensor, degree: int, gate: Tensor | float) -> Tensor:
     """gate * ((1 + offset) ** degree - 1) * y: what Propulsion adds to the output y."""
     return (y * (power_minus_one(offset, degree) * gate)).to(y.dtype)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monkeyjump.ops import dispatch
 from monkeyjump.ops.lowrank import rows_of
@@ -22,14 +23,14 @@ from monkeyjump.ops.registration import registered, shapes_of
 MOST_COLUMNS = 64  # columns of all weights together; for more a matrix product is as fast
 
 
-def router_logits(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def router_logits(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """x W^T of M weights W [E, D], [..., M, E]; in one pass over x [..., D] where the kernels run."""
     if not _for_kernels(x, weights):
         return torch.stack([precise_linear(x, weight) for weight in weights], -2)
     return _Logits.apply(x, *weights).view(*x.shape[:-1], len(weights), -1)
 
 
-def router_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def router_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b of one small W, in its dtype."""
     if not _for_kernels(x, [weight]):
         return precise_linear(x, weight, bias)
@@ -37,7 +38,7 @@ def router_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return out if bias is None else out + bias
 
 
-def _for_kernels(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+def _for_kernels(x: Tensor, weights: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return False
     if any(weight.dtype != torch.float32 for weight in weights):
@@ -48,14 +49,14 @@ def _for_kernels(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
         rows = rows_of(x)
         ctx.save_for_backward(rows, *weights)
         ctx.shape = x.shape
         return (logits_op if torch.compiler.is_compiling() else logits)(rows, list(weights))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         rows, *weights = ctx.saved_tensors
         with_dx, backward = ctx.needs_input_grad[0], logits_backward
         if torch.compiler.is_compiling():
@@ -64,15 +65,11 @@ class _Logits(torch.autograd.Function):
         return dx.view(ctx.shape) if with_dx else None, *dW.split(weights[0].shape[0])
 
 
-def _kernels() -> Any:
+def logits(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """x W^T of every W side by side: [N, M * E], fp32."""
     from monkeyjump.ops.kernels import lora  # only where Triton is installed
 
-    return lora
-
-
-def logits(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """x W^T of every W side by side: [N, M * E], fp32."""
-    return _kernels().down(x.contiguous(), [weight.contiguous() for weight in weights], None, precise=True)
+    return lora.down(x.contiguous(), [weight.contiguous() for weight in weights], None, precise=True)
 
 
 logits_op = registered("router_logits")(logits)
@@ -83,13 +80,14 @@ def _(x, weights):
     return x.new_empty(x.shape[0], len(weights) * weights[0].shape[0], dtype=torch.float32)
 
 
-def logits_backward(
-    x: torch.Tensor, grad: torch.Tensor, weights: list[torch.Tensor], with_dx: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_backward(x: Tensor, grad: Tensor, weights: list[Tensor], with_dx: bool) -> tuple[Tensor, Tensor]:
     """(dx [N, D], empty without `with_dx`; dW [M * E, D])."""
-    dense, dtype = [weight.contiguous() for weight in weights], x.dtype if with_dx else None
-    dx, dW = _kernels().down_backward_alone(x.contiguous(), grad.contiguous(), dense, None, dtype, precise=True)
-    return x.new_empty(0) if dx is None else dx, dW
+    from monkeyjump.ops.kernels import lora
+    from monkeyjump.ops.kernels.partial_sums import total
+
+    dx, dense = x.new_empty(x.shape) if with_dx else None, [weight.contiguous() for weight in weights]
+    parts = lora.down_backward(x.contiguous(), grad.contiguous(), dense, None, dx, precise=True)
+    return x.new_empty(0) if dx is None else dx, total(parts).view(-1, x.shape[1])
 
 
 logits_backward_op = registered("router_logits_backward")(logits_backward)

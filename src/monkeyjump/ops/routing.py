@@ -8,58 +8,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from monkeyjump.ops.kernels import route as kernels
 from monkeyjump.ops.kernels.route import Routing, supported
 from monkeyjump.ops.lowrank import rows_of
 from monkeyjump.ops.registration import registered, shapes_of
 
-__all__ = ["Routing", "fused_gates", "fused_gates_and_sums", "fused_gates_into", "supported"]
+__all__ = ["Routing", "fused_gates", "supported"]
 
 
-def fused_gates(h: torch.Tensor, centers: list[torch.Tensor], routing: Routing) -> torch.Tensor:
-    """Gates [B, T, E] of h [B, T, D], fp32."""
+def fused_gates(
+    h: Tensor,
+    centers: list[Tensor],
+    routing: Routing,
+    queries: Tensor | None = None,
+    sums: Sequence[Tensor] | None = None,
+    counts: Sequence[Tensor] = (),
+) -> Tensor:
+    """Gates [B, T, E] of h [B, T, D], fp32.
+
+    With `sums`, the sums [D] and counts [] of the queries ([B, T] bool; None: every token) are written by expert.
+    """
     flat = rows_of(h)
-    if torch.compiler.is_compiling():
+    if sums is not None and queries is not None:
+        queries = queries.expand(h.shape[:-1]).reshape(-1)
+    if not torch.compiler.is_compiling():
+        gates = kernels.token_gates(flat, centers, routing, queries, sums, counts)
+    elif sums is None:
         gates = gates_op(flat, centers, routing.top_k, routing.temperature, routing.renormalize)
     else:
-        gates = kernels.token_gates(flat, centers, routing)
-    return gates.view(*h.shape[:-1], len(centers))
-
-
-def fused_gates_into(
-    h: torch.Tensor,
-    centers: list[torch.Tensor],
-    queries: torch.Tensor | None,
-    routing: Routing,
-    sums: Sequence[torch.Tensor],
-    counts: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Gates [B, T, E]; sums [D] and counts [] of the queries ([B, T] bool; None: every token) are written by expert."""
-    flat = rows_of(h)
-    if queries is not None:
-        queries = queries.expand(h.shape[:-1]).reshape(-1)
-    if torch.compiler.is_compiling():
         ks, flags = [routing.top_k, routing.member_k], [routing.renormalize, routing.unit]
         gates = gates_into_op(flat, centers, queries, list(sums), list(counts), ks, routing.temperature, flags)
-    else:
-        gates = kernels.token_gates_and_sums(flat, centers, queries, routing, sums, counts)
     return gates.view(*h.shape[:-1], len(centers))
-
-
-def fused_gates_and_sums(
-    h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, routing: Routing
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gates [B, T, E]; sums [E, D] and counts [E]."""
-    sums = torch.empty(len(centers), h.shape[-1], device=h.device)
-    counts = torch.empty(len(centers), device=h.device)
-    return fused_gates_into(h, centers, queries, routing, sums.unbind(), counts.unbind()), sums, counts
 
 
 @registered("fused_gates")
-def gates_op(
-    h: torch.Tensor, centers: list[torch.Tensor], top_k: int, temperature: float, renormalize: bool
-) -> torch.Tensor:
+def gates_op(h: Tensor, centers: list[Tensor], top_k: int, temperature: float, renormalize: bool) -> Tensor:
     """Gates [N, E]."""
     settings = Routing(top_k, temperature, renormalize, member_k=1, unit=True)
     return kernels.token_gates(h.contiguous(), centers, settings)
@@ -72,19 +57,13 @@ def _(h, centers, top_k, temperature, renormalize):
 
 @registered("fused_gates_into", mutates=("sums", "counts"))
 def gates_into_op(
-    h: torch.Tensor,
-    centers: list[torch.Tensor],
-    queries: torch.Tensor | None,
-    sums: list[torch.Tensor],
-    counts: list[torch.Tensor],
-    ks: list[int],
-    temperature: float,
-    flags: list[bool],
-) -> torch.Tensor:
+    h: Tensor, centers: list[Tensor], queries: Tensor | None, sums: list[Tensor], counts: list[Tensor], ks: list[int],
+    temperature: float, flags: list[bool],
+) -> Tensor:  # fmt: skip
     """Gates [N, E]; sums [D] and counts [] of the tokens that each centre will follow are written where they belong."""
     (top_k, member_k), (renormalize, unit) = ks, flags
     settings = Routing(top_k, temperature, renormalize, member_k, unit)
-    return kernels.token_gates_and_sums(h.contiguous(), centers, queries, settings, sums, counts)
+    return kernels.token_gates(h.contiguous(), centers, settings, queries, sums, counts)
 
 
 @shapes_of(gates_into_op)

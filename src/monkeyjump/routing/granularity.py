@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 
@@ -20,22 +21,27 @@ class CallInputs:
 
     shape: tuple[int, int]  # (B, T) of the tokens that enter the blocks
     device: torch.device
-    mask: torch.Tensor | None = None  # [B, T] bool, True on real tokens; None = all real
-    labels: torch.Tensor | None = None  # [B, T]
-    prompt_lengths: torch.Tensor | None = None  # [B], tokens of the prompt, padding not counted
-    segments: torch.Tensor | None = None  # [B, T] int64, which packed sequence of the row a token is in
+    mask: Tensor | None = None  # [B, T] bool, True on real tokens; None = all real
+    labels: Tensor | None = None  # [B, T]
+    prompt_lengths: Tensor | None = None  # [B], tokens of the prompt, padding not counted
+    segments: Tensor | None = None  # [B, T] int64, which packed sequence of the row a token is in
     generated_from: int | None = None  # width of the prompt that `generate` was called with
     training: bool = False
+
+    @property
+    def real(self) -> Tensor:
+        """[B, T] True on real tokens."""
+        return torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.mask is None else self.mask
 
 
 @dataclass
 class Selection:
     """Queries are the tokens that are compared with the centres; `source` says whose decision each token follows."""
 
-    queries: torch.Tensor | None = None  # [B, T] bool, [B, 1] when pooled; None = every token
-    source: torch.Tensor | None = None  # [B, 1] or [B, T] int64 position to follow; None = each token its own
+    queries: Tensor | None = None  # [B, T] bool, [B, 1] when pooled; None = every token
+    source: Tensor | None = None  # [B, 1] or [B, T] int64 position to follow; None = each token its own
     pool: str | None = None  # "mean" or "max": the query is the pooled row instead of a token
-    mask: torch.Tensor | None = None  # for pooling
+    mask: Tensor | None = None  # for pooling
 
 
 def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selection:
@@ -43,7 +49,9 @@ def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selecti
         return Selection(queries=inputs.mask)
     inputs = _without_generated(inputs)
     if sequence_token in ("mean", "max"):
-        if inputs.segments is not None and _is_packed(inputs.segments):
+        segments = inputs.segments
+        # the one look at values here, where packing is an error; a compiler cannot look
+        if segments is not None and (torch.compiler.is_compiling() or bool((segments != segments[:, :1]).any())):
             raise ConfigError(
                 f"sequence_token={sequence_token!r} cannot pool several packed sequences in one row: "
                 "use sequence_token='prompt' or 'last', or do not pack."
@@ -51,15 +59,12 @@ def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selecti
         # a row of padding alone has no state to pool, so it is no query
         rows = None if inputs.mask is None else inputs.mask.any(1, keepdim=True)
         return Selection(queries=rows, pool=sequence_token, mask=inputs.mask)
-    if inputs.segments is not None:
-        source = _last_in_segment(inputs, sequence_token)
-    else:
-        source = _last_in_row(inputs, sequence_token)
-    queries = _marked(source, inputs)
-    return Selection(queries=queries, source=source)
+    source = (_last_in_row if inputs.segments is None else _last_in_segment)(inputs, sequence_token)
+    followed = torch.zeros(inputs.shape, dtype=torch.bool, device=source.device).scatter(1, source, True)
+    return Selection(queries=followed if inputs.mask is None else followed & inputs.mask, source=source)
 
 
-def pool_rows(h: torch.Tensor, mask: torch.Tensor | None, how: str) -> torch.Tensor:
+def pool_rows(h: Tensor, mask: Tensor | None, how: str) -> Tensor:
     """Mean or max over the real tokens of each row, fp32 [B, 1, D]."""
     h = h.float()
     if mask is None:
@@ -70,26 +75,25 @@ def pool_rows(h: torch.Tensor, mask: torch.Tensor | None, how: str) -> torch.Ten
     return h.masked_fill(~real, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
 
 
-def row_weights(inputs: CallInputs, how: str) -> torch.Tensor:
+def row_weights(inputs: CallInputs, how: str) -> Tensor:
     """How much each token counts for the state that stands for its row, fp32 [B, T]; the weights of a row sum to 1.
 
     `mean`: the tokens of the prompt, or all real ones where nothing tells where it ends; `prompt`: the last of them;
     `first`: the first real token. Tokens generated so far never count.
     """
     inputs = replace(_without_generated(inputs), training=False)
-    real = torch.ones(inputs.shape, dtype=torch.bool, device=inputs.device) if inputs.mask is None else inputs.mask
     if how == "mean":
         prompt = _prompt_mask(inputs)
-        chosen = torch.where(prompt.any(1, keepdim=True), prompt, real).float()
+        chosen = torch.where(prompt.any(1, keepdim=True), prompt, inputs.real).float()
         return chosen / chosen.sum(1, keepdim=True).clamp_min(1)
-    position = _last_in_row(inputs, "prompt") if how == "prompt" else real.long().argmax(1, keepdim=True)
+    position = _last_in_row(inputs, "prompt") if how == "prompt" else inputs.real.long().argmax(1, keepdim=True)
     return torch.zeros(inputs.shape, device=inputs.device).scatter(1, position, 1.0)
 
 
-def segments_of(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+def segments_of(position_ids: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
     """Packed sequence number of every token, from `seq_idx` or from the places where positions restart.
 
-    Negative entries of `seq_idx` mark padding at the end of a row (see `packed_mask`).
+    Negative entries of `seq_idx` mark padding at the end of a row.
     """
     if seq_idx is not None:
         return seq_idx.clamp_min(0).long()
@@ -98,16 +102,6 @@ def segments_of(position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None)
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] <= position_ids[:, :-1]
     return starts.long().cumsum(1) - 1
-
-
-def packed_mask(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
-    """[B, T] True on the real tokens of packed rows, where `seq_idx` tells."""
-    return None if seq_idx is None else seq_idx >= 0
-
-
-def _is_packed(segments: torch.Tensor) -> bool:
-    """Whether a row holds several sequences; the one look at values here, asked only where packing is an error."""
-    return torch.compiler.is_compiling() or bool((segments != segments[:, :1]).any())
 
 
 def _without_generated(inputs: CallInputs) -> CallInputs:
@@ -119,12 +113,10 @@ def _without_generated(inputs: CallInputs) -> CallInputs:
     return replace(inputs, mask=prompt if inputs.mask is None else inputs.mask & prompt)
 
 
-def _prompt_mask(inputs: CallInputs) -> torch.Tensor:
+def _prompt_mask(inputs: CallInputs) -> Tensor:
     """[B, T] True on the real tokens of the prompt."""
-    B, T = inputs.shape
-    device = inputs.device
-    positions = torch.arange(T, device=device).expand(B, T)
-    real = torch.ones(B, T, dtype=torch.bool, device=device) if inputs.mask is None else inputs.mask
+    (B, T), real = inputs.shape, inputs.real
+    positions = torch.arange(T, device=inputs.device).expand(B, T)
     if inputs.labels is not None:
         answered = (inputs.labels != IGNORE).long()
         if inputs.segments is None:
@@ -145,35 +137,22 @@ def _prompt_mask(inputs: CallInputs) -> torch.Tensor:
     return real
 
 
-def _candidates(inputs: CallInputs, sequence_token: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens a sequence may be represented by, and all its real tokens (the fallback when there are none)."""
-    B, T = inputs.shape
-    real = torch.ones(B, T, dtype=torch.bool, device=inputs.device) if inputs.mask is None else inputs.mask
-    return (_prompt_mask(inputs) if sequence_token == "prompt" else real), real
-
-
-def _last_in_row(inputs: CallInputs, sequence_token: str) -> torch.Tensor:
+def _last_in_row(inputs: CallInputs, sequence_token: str) -> Tensor:
     """Position [B, 1] of the last prompt token (or last token); without a prompt, of the first real token."""
-    chosen, real = _candidates(inputs, sequence_token)
+    real = inputs.real
+    chosen = _prompt_mask(inputs) if sequence_token == "prompt" else real
     positions = torch.arange(inputs.shape[1], device=inputs.device)
     last = (positions * chosen + (chosen.long() - 1)).amax(1, keepdim=True)  # -1 where nothing is chosen
     first_real = real.long().argmax(1, keepdim=True)
     return torch.where(last < 0, first_real, last)
 
 
-def _last_in_segment(inputs: CallInputs, sequence_token: str) -> torch.Tensor:
+def _last_in_segment(inputs: CallInputs, sequence_token: str) -> Tensor:
     """Position [B, T]: for every token, the last prompt token (or last token) of its packed sequence."""
-    segments = inputs.segments
+    segments, T, real = inputs.segments, inputs.shape[1], inputs.real
     assert segments is not None
-    chosen, real = _candidates(inputs, sequence_token)
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape)
-    T = inputs.shape[1]
+    chosen = _prompt_mask(inputs) if sequence_token == "prompt" else real
+    positions = torch.arange(T, device=inputs.device).expand(inputs.shape)
     last = torch.full_like(segments, -1).scatter_reduce(1, segments, torch.where(chosen, positions, -1), "amax")
     first = torch.full_like(segments, T).scatter_reduce(1, segments, torch.where(real, positions, T), "amin")
     return torch.where(last < 0, first.clamp(max=T - 1), last).gather(1, segments)
-
-
-def _marked(source: torch.Tensor, inputs: CallInputs) -> torch.Tensor:
-    """[B, T] True on the positions that some token follows."""
-    marked = torch.zeros(inputs.shape, dtype=torch.bool, device=source.device).scatter(1, source, True)
-    return marked if inputs.mask is None else marked & inputs.mask

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from monkeyjump.routing.kmeans_checks import check_arguments, check_tokens
+from monkeyjump.errors import ConfigError
 from monkeyjump.routing.kmeans_tokens import Tokens, blocks_together, by_kernels, token_norms
 
 # Iterations between two looks at the result from the host; each look waits for the device.
@@ -29,7 +29,6 @@ class KMeansResult:
     centers: Tensor  # [L, K, D] fp32, norm 1
     labels: Tensor  # [L, N] int64, -1 for tokens of norm 0
     sizes: Tensor  # [L, K] int64; 0 only where a block has fewer than K distinct directions
-    iterations: Tensor  # [L] int64, of the restart that was kept
     mean_norms: Tensor  # [L, K] fp32, mean norm of the raw tokens of a cluster
 
 
@@ -51,7 +50,7 @@ def spherical_kmeans(
     same clusters alone and in a batch; the global random state is neither read nor changed.
     `progress(blocks_done, blocks)` is called after each group of blocks.
     """
-    check_arguments(x, k, restarts, max_iter, tol)
+    _check_arguments(x, k, restarts, max_iter, tol)
     x = x if x.dim() == 3 else x[None]
     trials = 2 + int(math.log(k))  # scikit-learn's number
     generator = torch.Generator().manual_seed(seed)  # on the CPU whatever the device of x, so that devices agree
@@ -61,11 +60,11 @@ def spherical_kmeans(
         kernels = by_kernels(x, k)
         group = blocks_together(x, restarts, trials, kernels)
         norms = token_norms(x)
-        check_tokens(norms, k)
+        _check_tokens(norms, k)
         for start in range(0, blocks, group):
             tokens = Tokens(x[start : start + group], norms[start : start + group], kernels)
             fits = _lloyd(tokens, _seed(tokens, draws), max_iter, tol)
-            parts.append(_describe(tokens, *_best_restart(tokens, fits)))
+            parts.append(_describe(tokens, _best_restart(tokens, fits)))
             if progress is not None:
                 progress(min(start + group, blocks), blocks)
     return KMeansResult(*(torch.cat(field) for field in zip(*parts, strict=True)))
@@ -111,24 +110,22 @@ class _Fits:
 
     centers: Tensor  # [G, S, K, D]
     gain: Tensor  # [G, S] sum of cosines
-    iterations: Tensor  # [G, S]
     done: Tensor  # [G, S]
 
     def pick(self, which_GR: Tensor) -> _Fits:
-        numbers = (self.gain, self.iterations, self.done)
         centers = self.centers.take_along_dim(which_GR[..., None, None], 1)
-        return _Fits(centers, *(number.gather(1, which_GR) for number in numbers))
+        return _Fits(centers, self.gain.gather(1, which_GR), self.done.gather(1, which_GR))
 
     def put(self, which_GR: Tensor, picked: _Fits) -> None:
         self.centers.scatter_(1, which_GR[..., None, None].expand_as(picked.centers), picked.centers)
-        for name in ("gain", "iterations", "done"):
-            getattr(self, name).scatter_(1, which_GR, getattr(picked, name))
+        self.gain.scatter_(1, which_GR, picked.gain)
+        self.done.scatter_(1, which_GR, picked.done)
 
 
 def _lloyd(tokens: Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _Fits:
     """Runs every restart until it has converged; the next look at the device leaves those out that have."""
     done = torch.zeros(centers_GSKD.shape[:2], dtype=torch.bool, device=centers_GSKD.device)
-    fits = _Fits(centers_GSKD, centers_GSKD.new_zeros(done.shape), torch.zeros_like(done, dtype=torch.int64), done)
+    fits = _Fits(centers_GSKD, centers_GSKD.new_zeros(done.shape), done)
     active = done.shape[1]
     for start in range(0, max_iter, CHECK_EVERY):
         # every block works on as many restarts as the slowest block has left
@@ -155,7 +152,6 @@ def _iterate(tokens: Tokens, fits: _Fits, tol: float) -> Tensor:
     keep = (length <= 1e-6 * counts) | fits.done[..., None]
     moved = torch.where(keep[..., None], fits.centers, sums / length[..., None])
     fits.gain = torch.where(fits.done, fits.gain, length.sum(-1))
-    fits.iterations = fits.iterations + ~fits.done
     # covers "no label changed": the same labels give the same sums, so a shift of exactly 0
     fits.done = fits.done | ((moved - fits.centers).norm(dim=-1).amax(-1) <= tol)
     fits.centers = moved
@@ -179,8 +175,8 @@ def _reseed_empty(tokens: Tokens, centers: Tensor, empty_GSK: Tensor) -> tuple[T
     return centers, reseeded
 
 
-def _best_restart(tokens: Tokens, fits: _Fits) -> tuple[Tensor, Tensor]:
-    """Centres [G, 1, K, D] of the restart with the largest sum of cosines, without an empty cluster; its iterations."""
+def _best_restart(tokens: Tokens, fits: _Fits) -> Tensor:
+    """Centres [G, 1, K, D] of the restart with the largest sum of cosines, without an empty cluster."""
     # the first of those that differ by rounding alone: many restarts find the same clusters
     best = (fits.gain >= fits.gain.amax(1, keepdim=True) * (1 - 1e-6)).int().argmax(1, keepdim=True)
     centers = fits.pick(best).centers
@@ -190,10 +186,10 @@ def _best_restart(tokens: Tokens, fits: _Fits) -> tuple[Tensor, Tensor]:
         if not bool((counts == 0).any()):
             break
         centers, _ = _reseed_empty(tokens, centers, counts == 0)
-    return centers, fits.iterations.gather(1, best).squeeze(1)
+    return centers
 
 
-def _describe(tokens: Tokens, centers_G1KD: Tensor, iterations_G: Tensor) -> tuple[Tensor, ...]:
+def _describe(tokens: Tokens, centers_G1KD: Tensor) -> tuple[Tensor, ...]:
     """The fields of KMeansResult for a group, clusters sorted by size."""
     labels = torch.empty_like(tokens.norms, dtype=torch.int64)
     _, counts = tokens.accumulate(centers_G1KD, labels[:, None])
@@ -203,4 +199,42 @@ def _describe(tokens: Tokens, centers_G1KD: Tensor, iterations_G: Tensor) -> tup
     labels = order.argsort(1).gather(1, labels).masked_fill(~tokens.valid, -1)
     totals = [(tokens.norms * (labels == cluster)).sum(-1, dtype=torch.float64) for cluster in range(sizes.shape[1])]
     mean_norms = (torch.stack(totals, 1) / sizes.clamp(min=1)).float()
-    return centers, labels, sizes, iterations_G, mean_norms
+    return centers, labels, sizes, mean_norms
+
+
+def _check_arguments(x: Tensor, k: int, restarts: int, max_iter: int, tol: float) -> None:
+    problems = [
+        f"{name} is {value}; it must be at least 1."
+        for name, value in (("k", k), ("restarts", restarts), ("max_iter", max_iter))
+        if value < 1
+    ]
+    if not tol >= 0:
+        problems.append(f"tol is {tol}; it must be 0 or more.")
+    if x.dim() not in (2, 3) or 0 in x.shape:
+        problems.append(f"x has shape {list(x.shape)}; expected [blocks, tokens, hidden] or [tokens, hidden].")
+    elif x.shape[-2] < k:
+        problems.append(f"x has {x.shape[-2]} tokens for {k} clusters; collect more tokens or lower k.")
+    if not x.is_floating_point():
+        problems.append(f"x is {x.dtype}; expected floating-point hidden states.")
+    if problems:
+        raise ConfigError(problems, title="cannot cluster these tokens")
+
+
+def _check_tokens(norms_LN: Tensor, k: int) -> None:
+    """Refuse NaN, inf and blocks with too few tokens to cluster; waits for the device once."""
+    n_tokens = norms_LN.shape[1]
+    bad, usable = torch.stack([(~norms_LN.isfinite()).sum(1), (norms_LN > 0).sum(1)]).tolist()
+    problems = []
+    for block, (n_bad, n_usable) in enumerate(zip(bad, usable, strict=True)):
+        if n_bad:
+            problems.append(
+                f"block {block}: {n_bad} of {n_tokens} tokens hold NaN or inf, or a norm beyond fp32; "
+                "the likely cause is fp16 overflow, run the model in bf16 or fp32."
+            )
+        elif n_usable < k:
+            problems.append(
+                f"block {block}: {n_usable} of {n_tokens} tokens have a norm above 0, too few for {k} clusters; "
+                "collect more tokens or lower k."
+            )
+    if problems:
+        raise ConfigError(problems, title="cannot cluster these tokens")

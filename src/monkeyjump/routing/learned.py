@@ -2,7 +2,7 @@
 
 Kept and computed in fp32 whatever the model's dtype; gradients flow to the router and to its input.
 
-Shapes: D width of the input, N experts, H hidden width; `...`: any leading shape, mostly [B, T].
+Shapes: D width of the input, N experts, H hidden width, S sampled tokens, O output width; `...`: any leading shape.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
-from monkeyjump.ops.precision import at_least_fp32
+from monkeyjump.ops.precision import Fp32Module, fp32_parameter
 from monkeyjump.ops.router_logits import router_linear, router_logits
+
+# The contrastive loss of MoELoRA is in a form of ours (InfoNCE): the paper's formula, temperature and weight could not
+# be read. Outputs of one expert are each other's positives, outputs of the others their negatives.
+SAMPLE = 256  # expert outputs compared per router, since every pair is compared
+TEMPERATURE = 0.1
+EPS = 1e-4  # length below which an output has no direction: all of them at the start, where B is zero
 
 
 @dataclass
 class LearnedDecision:
-    gates: torch.Tensor  # [..., N], zero on experts that are not used
-    probabilities: torch.Tensor  # [..., N], before anything was dropped
-    chosen: torch.Tensor  # [..., N] bool
+    gates: Tensor  # [..., N], zero on experts that are not used
+    probabilities: Tensor  # [..., N], before anything was dropped
+    chosen: Tensor  # [..., N] bool
     per_token: int | None = None  # experts that every token uses; None where that depends on the token
 
 
-class LearnedRouter(nn.Module):
+class LearnedRouter(Fp32Module):
     """Gates of N experts for every token it is shown.
 
     router="linear": softmax(W x), no bias. router="sigmoid": sigmoid of W x + b, or of a SwiGLU layer of width 4 N
@@ -42,13 +48,13 @@ class LearnedRouter(nn.Module):
         self.width, self.experts = width, experts
         self.sigmoid = config.router == "sigmoid"
         hidden = 4 * experts if config.sigmoid.router_hidden == "swiglu" else None
-        self.weight = _parameter(experts, width if hidden is None else hidden)
-        self.bias = _parameter(experts) if self.sigmoid else None
+        self.weight = fp32_parameter(experts, width if hidden is None else hidden)
+        self.bias = fp32_parameter(experts) if self.sigmoid else None
         if hidden is not None:
-            self.hidden_gate, self.hidden_gate_bias = _parameter(hidden, width), _parameter(hidden)
-            self.hidden_up, self.hidden_up_bias = _parameter(hidden, width), _parameter(hidden)
+            self.hidden_gate, self.hidden_gate_bias = fp32_parameter(hidden, width), fp32_parameter(hidden)
+            self.hidden_up, self.hidden_up_bias = fp32_parameter(hidden, width), fp32_parameter(hidden)
         if config.sigmoid.threshold is not None:
-            self.threshold, self.threshold_bias = _parameter(1, width), _parameter(1)
+            self.threshold, self.threshold_bias = fp32_parameter(1, width), fp32_parameter(1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -61,7 +67,7 @@ class LearnedRouter(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, x: torch.Tensor, logits: torch.Tensor | None = None) -> LearnedDecision:
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> LearnedDecision:
         """The decision for x [..., D]; for `logits` that `decide_together` has made, if given."""
         config, noise = self.config, self._noise()
         with torch.autocast(x.device.type, enabled=False):
@@ -74,7 +80,7 @@ class LearnedRouter(nn.Module):
                 logits = logits + config.jitter * torch.randn_like(logits)
             return self.decide(x, logits)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         if self.config.sigmoid.router_hidden == "swiglu":
             gate = router_linear(x, self.hidden_gate, self.hidden_gate_bias)
             x = nn.functional.silu(gate) * router_linear(x, self.hidden_up, self.hidden_up_bias)
@@ -89,7 +95,7 @@ class LearnedRouter(nn.Module):
     def _noise(self) -> str | None:
         return self.config.learned.noise if self.training and self.config.jitter > 0 else None
 
-    def decide(self, x: torch.Tensor, logits: torch.Tensor) -> LearnedDecision:
+    def decide(self, x: Tensor, logits: Tensor) -> LearnedDecision:
         config = self.config
         scaled = logits if config.temperature == 1 else logits / config.temperature
         p = torch.sigmoid(scaled) if self.sigmoid else torch.softmax(scaled, dim=-1)
@@ -104,14 +110,11 @@ class LearnedRouter(nn.Module):
         per_token = min(config.top_k or self.experts, self.experts) if config.sigmoid.threshold is None else None
         return LearnedDecision(gates, p, chosen, per_token)
 
-    def _apply(self, fn, recurse=True):
-        return super()._apply(at_least_fp32(fn), recurse)
-
     def extra_repr(self) -> str:
         return f"{self.config.router}, width={self.width}, experts={self.experts}"
 
 
-def decide_together(routers: Sequence[LearnedRouter], x: torch.Tensor) -> LearnedDecision | None:
+def decide_together(routers: Sequence[LearnedRouter], x: Tensor) -> LearnedDecision | None:
     """The decisions of M routers that read the same x, [..., M, N] each; None where every router has to decide alone.
 
     Each step is then one kernel for all of them, forward and backward.
@@ -124,7 +127,7 @@ def decide_together(routers: Sequence[LearnedRouter], x: torch.Tensor) -> Learne
     return routers[0](x, logits)  # which differs from the others in its weight alone
 
 
-def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gradient: str) -> torch.Tensor:
+def above_threshold(p: Tensor, bar: Tensor, chosen: Tensor, gradient: str) -> Tensor:
     """The gates of the experts that reach the bar.
 
     none: p there, 0 elsewhere; the bar has gradient 0, as in the authors' code. ste: the same values, with the step
@@ -138,14 +141,14 @@ def above_threshold(p: torch.Tensor, bar: torch.Tensor, chosen: torch.Tensor, gr
     return p * chosen + 0.0 * bar  # keeps the parameters of the bar in the graph, for distributed training
 
 
-def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def load_and_probability(decision: LearnedDecision, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Share of the assignments that each expert got (sum 1, no gradient) and its mean probability, over real tokens.
 
     [N] each, or [M * N] for a decision [..., M * N] of M routers, which must be known `per_token`.
     """
     chosen = decision.chosen.detach().flatten(0, -2).float()
     p = decision.probabilities.flatten(0, -2)
-    tokens: torch.Tensor | int = p.shape[0]
+    tokens: Tensor | int = p.shape[0]
     if mask is not None:
         real = mask.flatten().unsqueeze(-1)
         chosen, p, tokens = chosen * real, p.masked_fill(~real, 0.0), real.sum().clamp_min(1)
@@ -154,15 +157,38 @@ def load_and_probability(decision: LearnedDecision, mask: torch.Tensor | None) -
     return number / total, p.sum(0) / tokens
 
 
-def balance_loss(load: torch.Tensor, probability: torch.Tensor, top_k: int, norm: str) -> torch.Tensor:
+def balance_loss(load: Tensor, probability: Tensor, top_k: int, norm: str) -> Tensor:
     """N * sum_n f_n P_n. An even load gives 1 (switch), or top_k where f counts every slot by itself (mixtral)."""
     loss = load.shape[-1] * (load * probability).sum(-1)
     return loss * top_k if norm == "mixtral" else loss
 
 
-def _around_one(like: torch.Tensor, width: float) -> torch.Tensor:
+def _around_one(like: Tensor, width: float) -> Tensor:
     return torch.empty_like(like).uniform_(1 - width, 1 + width)
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
+def sample_tokens(tokens: int, experts: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """Random positions among the flattened real tokens, [S]; None where all of them are few enough."""
+    wanted = max(2, SAMPLE // experts)
+    if tokens <= wanted:
+        return None
+    keys = torch.rand(tokens, device=device)
+    if mask is not None:
+        keys = keys + mask.flatten()
+    return keys.topk(wanted).indices
+
+
+def contrastive_loss(outputs: Tensor, used: Tensor) -> Tensor:
+    """outputs [S, N, O] and whether each was used, [S, N]: the mean over used outputs that have a positive."""
+    experts = outputs.shape[1]
+    flat = outputs.flatten(0, 1).float()
+    unit = flat / (flat.square().sum(-1, keepdim=True) + EPS**2).sqrt()
+    used = used.flatten()
+    expert = torch.arange(experts, device=flat.device).repeat(outputs.shape[0])
+    other = ~torch.eye(flat.shape[0], dtype=torch.bool, device=flat.device) & used
+    logits = (unit @ unit.T / TEMPERATURE).masked_fill(~other, -1e9)
+    positive = other & (expert.unsqueeze(0) == expert.unsqueeze(1))
+    positives = positive.sum(-1)
+    log_p = (torch.log_softmax(logits, dim=-1) * positive).sum(-1) / positives.clamp_min(1)
+    anchors = used & (positives > 0)
+    return -(log_p * anchors).sum() / anchors.sum().clamp_min(1)

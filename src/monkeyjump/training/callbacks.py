@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.trace import staged_load
-from monkeyjump.tuner.training.lora_fa_gradient import project_gradients
-from monkeyjump.tuner.training.rank_budget import allocate_ranks
+from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, project_gradients
 from monkeyjump.tuner.training.regularizer import add_regularizer_gradients
 
 

@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.routers.base import BlockRouter
 
 ARGUMENTS = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "seq_idx",
-    "past_key_values",
-    "encoder_hidden_states",
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "seq_idx"),
+    *("past_key_values", "encoder_hidden_states"),
 )
 KEPT = "monkeyjump_decisions"  # attribute of a KV cache: the sequence decisions its entries were made with
 
@@ -165,30 +160,23 @@ class BlockList:
         the cache, no forward gives what one prefill would: that is refused.
         """
         cache, generation = blocks.arguments["past_key_values"], blocks.call.generation
-        kept = getattr(cache, KEPT, None)
+        kept: Any = getattr(cache, KEPT, None)
         if torch.compiler.is_compiling():  # the prefill settled it; a counter in a guard would recompile every time
             return None if kept is None else kept[1]
         past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         prompt = None if generation is None else generation.prompt_width
-        if past == 0:
-            if prompt is not None and width is not None and width < prompt:
-                raise self._refusal(adapter_name, f"a prompt of {prompt} tokens comes in parts (prefill_chunk_size)")
-            return None
-        if kept is None:
-            raise self._refusal(adapter_name, f"the cache holds {past} tokens of a forward without that decision")
-        if generation is None and width == 1:
-            return kept[1]
-        if generation is None:
-            raise self._refusal(adapter_name, f"{width} tokens follow a cache of {past}: they may belong to the prompt")
-        if kept[0] is not generation:
-            raise self._refusal(adapter_name, f"the cache of {past} tokens was made for an earlier prompt")
-        if prompt is not None and past < prompt:
-            raise self._refusal(adapter_name, f"a prompt of {prompt} tokens comes in parts (prefill_chunk_size)")
-        return kept[1]
-
-    @staticmethod
-    def _refusal(adapter_name: str, reason: str) -> ConfigError:
-        return ConfigError(
+        here = past or width
+        if past and kept is None:
+            reason = f"the cache holds {past} tokens of a forward without that decision"
+        elif past and generation is None and width != 1:
+            reason = f"{width} tokens follow a cache of {past}: they may belong to the prompt"
+        elif past and generation is not None and kept[0] is not generation:
+            reason = f"the cache of {past} tokens was made for an earlier prompt"
+        elif prompt is not None and here is not None and here < prompt:
+            reason = f"a prompt of {prompt} tokens comes in parts (prefill_chunk_size)"
+        else:
+            return kept[1] if past else None
+        raise ConfigError(
             f"adapter {adapter_name!r} routes whole sequences by the end of the prompt, but {reason}: give the whole "
             "prompt, or the whole conversation, in one forward without past_key_values, or use granularity='token'."
         )

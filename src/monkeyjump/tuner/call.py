@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from monkeyjump.routing.granularity import CallInputs, Selection, packed_mask, segments_of, select
-from monkeyjump.tuner.block_inputs import expanded_rows, real_tokens
+from monkeyjump.errors import ConfigError
+from monkeyjump.routing.granularity import CallInputs, Selection, segments_of, select
 
 if TYPE_CHECKING:
     from monkeyjump.config import MonkeyJumpConfig
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
     from monkeyjump.tuner.fast.shared_inputs import Seeds, SharedInput
 
-Decisions = dict[tuple[str, str], torch.Tensor]  # (router, adapter name) -> what was decided for each row
+Decisions = dict[tuple[str, str], Tensor]  # (router, adapter name) -> what was decided for each row
 
 
 @dataclass(eq=False)
@@ -39,8 +40,8 @@ class Generation:
     """One call of `generate`."""
 
     prompt_width: int | None  # padded; None where the prompt goes into an encoder
-    task_ids: torch.Tensor | None = None
-    prompt_lengths: torch.Tensor | None = None
+    task_ids: Tensor | None = None
+    prompt_lengths: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -48,9 +49,9 @@ class MadeAhead:
     """Outputs of projections that read the same tensor, made by the first of them for the others."""
 
     group: SharedInput
-    x: torch.Tensor
+    x: Tensor
     version: int
-    outputs: dict[int, torch.Tensor]
+    outputs: dict[int, Tensor]
 
 
 @dataclass(eq=False)
@@ -58,9 +59,9 @@ class ModelCall:
     """What the top of the model was told in one forward."""
 
     context: RoutingContext
-    labels: torch.Tensor | None = None
-    task_ids: torch.Tensor | None = None
-    prompt_lengths: torch.Tensor | None = None
+    labels: Tensor | None = None
+    task_ids: Tensor | None = None
+    prompt_lengths: Tensor | None = None
     generation: Generation | None = None
     outer: ModelCall | None = None  # the call this one was made in
     wrapped: bool = False  # whether it was opened by PEFT's wrapper, which then closes it
@@ -86,16 +87,16 @@ class BlocksCall:
     kept: Decisions | None = None  # made by an earlier forward of the same generation
     fresh: Decisions = field(default_factory=dict)  # made by this forward
     gates_of: Decisions = field(default_factory=dict)  # of a training forward, for its recomputation
-    counted: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
+    counted: list[tuple[Any, Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
     selections: dict[tuple, Selection] = field(default_factory=dict)
-    masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
     # of the block that runs
     shape: tuple[int, int] = (0, 0)
-    gates: dict[str, torch.Tensor] = field(default_factory=dict)  # by adapter name
-    mask: torch.Tensor | None = None  # real tokens, for learned routers
+    gates: dict[str, Tensor] = field(default_factory=dict)  # by adapter name
+    mask: Tensor | None = None  # real tokens, for learned routers
     slots: Any = None  # MixLoRA: the copies of the rows
     tasks: dict[str, Any] = field(default_factory=dict)  # MoRE: the tasks of the rows, by adapter name
-    queries: torch.Tensor | None = None  # MoA: what its prompt reads
+    queries: Tensor | None = None  # MoA: what its prompt reads
 
     def again(self) -> BlocksCall:
         """The same call for a recomputation: nothing is staged, and what blocks leave is left elsewhere."""
@@ -104,7 +105,7 @@ class BlocksCall:
         again.mask = again.slots = again.queries = None
         return again
 
-    def real_tokens(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor | None:
+    def real_tokens(self, shape: tuple[int, int], device: torch.device) -> Tensor | None:
         """[B, T] True on the real tokens of this forward; None = all."""
         if shape not in self.masks:
             mask = self.inputs(shape, device).mask
@@ -130,9 +131,8 @@ class BlocksCall:
         segments = segments_of(positions, seq_idx)
         if segments is not None and segments.shape != shape:
             segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
-        packed = packed_mask(seq_idx) if segments is not None else None
-        if packed is not None:
-            mask = packed if mask is None else mask & packed
+        if segments is not None and seq_idx is not None:
+            mask = seq_idx >= 0 if mask is None else mask & (seq_idx >= 0)
         labels, lengths = arguments.get("labels"), self.call.prompt_lengths
         has_answers = context.causal and (labels is None or labels.shape == shape)
         per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])
@@ -199,3 +199,46 @@ def calls_of(context: RoutingContext) -> ModelCall | None:
     """The forward of this model that runs in this thread, if one does."""
     call = running().call
     return call if call is not None and call.context is context else None
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward pass: gradient checkpointing is recomputing a block."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def hidden_states(args: tuple, kwargs: dict[str, Any], path: str) -> Tensor:
+    """The hidden state a block was called with."""
+    h = args[0] if args else kwargs.get("hidden_states", kwargs.get("x"))
+    if not isinstance(h, Tensor) or h.dim() != 3:
+        raise ConfigError(
+            f"block {path!r} was not called with a [batch, tokens, width] hidden state: this architecture cannot be "
+            "routed; set layers_to_route=[] for adapters that are always on."
+        )
+    return h
+
+
+def real_tokens(mask: Any, shape: Any) -> Tensor | None:
+    """[B, T] True on real tokens, from any mask a Transformers model is called with; None = all real."""
+    if isinstance(mask, dict):  # one mask per attention type
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if mask is None:
+        return None
+    T = shape[1]
+    if mask.dim() == 4:  # [B, 1, T, S]: a token is real if it may attend to itself; a lone decoded token always is
+        if T == 1:
+            return None
+        own = mask[:, 0, :, :T].diagonal(dim1=-2, dim2=-1)
+        return (own if own.dtype == torch.bool else own == 0).expand(shape[0], T)
+    if mask.dim() != 2 or mask.shape[1] < T:
+        raise ConfigError(
+            f"attention_mask of shape {tuple(mask.shape)} does not cover {T} tokens: pass the [batch, tokens] mask of "
+            "the tokens that enter the blocks."
+        )
+    return mask[:, -T:].bool()
+
+
+def expanded_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Repeat per-row values for a batch that `generate` widened (beams, several returned sequences)."""
+    if tensor.shape[0] == rows or rows % tensor.shape[0] != 0:
+        return tensor
+    return tensor.repeat_interleave(rows // tensor.shape[0], dim=0)

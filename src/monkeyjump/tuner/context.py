@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.routing.granularity import IGNORE
 from monkeyjump.tuner.block_list import BlockList
@@ -145,14 +145,14 @@ class RoutingContext:
         if call is not None and not call.wrapped:
             self.close(call)
 
-    def regularizer(self, model: nn.Module) -> torch.Tensor | None:
+    def regularizer(self, model: nn.Module) -> Tensor | None:
         """The adapters' losses on their own tensors, if they have any."""
         return auxiliary_loss(model) if self.regularized else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the base model; the end of its prompt is what sequence routing decides from."""
         inputs = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
-        width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, torch.Tensor)), None)
+        width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, Tensor)), None)
         generation = Generation(
             None if self.encoder_decoder else width, kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
         )
@@ -172,7 +172,7 @@ class RoutingContext:
             self.shared_inputs.release()  # weights may now be merged or moved, and a compiler does not look
 
     def _with_auxiliary_loss(
-        self, module: nn.Module, labels: torch.Tensor | None, kwargs: dict[str, Any], output: Any
+        self, module: nn.Module, labels: Tensor | None, kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Add the losses of routers and the adapters' own regularisers to the loss the model returns."""
         routing = self.losses.take()
@@ -181,7 +181,7 @@ class RoutingContext:
         as_tuple = isinstance(output, tuple)
         first = output[0] if as_tuple and labels is not None and output else None
         loss = first if as_tuple else getattr(output, "loss", None)
-        if not isinstance(loss, torch.Tensor) or hasattr(output, "log_probs"):
+        if not isinstance(loss, Tensor) or hasattr(output, "log_probs"):
             # The trainer makes the loss itself, from logits or (TRL) log-probabilities: the callback adds this there.
             self.regularizer_due = self.regularized
             return output if routing is None else _carrying(output, routing / self.accumulation)
@@ -209,13 +209,13 @@ def _take_extras(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def _carrying(output: Any, loss: torch.Tensor) -> Any:
+def _carrying(output: Any, loss: Tensor) -> Any:
     """The output with `loss` behind its scores: whoever makes a loss from them also trains this one, at weight 1."""
     if isinstance(output, tuple):
         return (CarriedLoss.apply(output[0], loss), *output[1:]) if output else output
     for name in ("log_probs", "logits", "last_hidden_state"):
         scores = getattr(output, name, None)
-        if isinstance(scores, torch.Tensor) and scores.requires_grad:
+        if isinstance(scores, Tensor) and scores.requires_grad:
             setattr(output, name, CarriedLoss.apply(scores, loss))
             break
     return output

@@ -7,7 +7,7 @@ model up to the order of two roundings (PEFT scales after B, we scale before it)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -44,15 +44,6 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 NOT_PLAIN = ("lora_bias", "layer_replication", "trainable_token_indices", "target_parameters", "megatron_config")
 
 
-@dataclass(frozen=True)
-class LoraFacts:
-    """What all LoRA layers of one adapter have in common."""
-
-    r: int
-    alpha: float
-    dropout: float
-
-
 def from_lora(
     model: PeftModel,
     adapter_name: str | None = None,
@@ -75,11 +66,11 @@ def from_lora(
     layers = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
     chosen = {path: layer for path, layer in layers.items() if name in layer.lora_A}
     problems = _setting_problems(settings) + _config_problems(lora) + _layer_problems(layers, chosen, name)
-    facts, fact_problems = _common_facts(chosen, name)
-    problems += fact_problems
+    common, uncommon = _common_settings(chosen, name)
+    problems += uncommon
     if problems:
         raise ConfigError(problems, title=f"LoRA adapter {name!r} cannot be routed")
-    config = _configuration(base, lora, facts, set(chosen), {"shared_modules": shared_modules, **settings})
+    config = _configuration(base, lora, set(chosen), {**common, "shared_modules": shared_modules, **settings})
     place(base, config, lambda path: path in chosen)  # raises what does not fit, before anything is changed
     return _convert(model, base, config, name, chosen)
 
@@ -140,68 +131,46 @@ def _layer_problems(layers: dict[str, LoraLayer], chosen: dict[str, LoraLayer], 
         elif name in layer.lora_variant:
             variant = type(layer.lora_variant[name]).__name__.removesuffix("Variant")
             found.append(f"module {path!r} carries the LoRA variant {variant}, not plain LoRA: it cannot be routed.")
-        elif name in layer.lora_embedding_A or (name in layer.lora_A and not _is_plain_linear(layer)):
-            kind = type(layer.get_base_layer()).__name__
-            found.append(f"module {path!r} is a {kind}; only LoRA on linear layers can be routed.")
+        elif name in layer.lora_embedding_A or name in layer.lora_A:
+            base = layer.get_base_layer()
+            if name in layer.lora_embedding_A or not is_linear(base) or isinstance(layer, ParamWrapper):
+                found.append(f"module {path!r} is a {type(base).__name__}; only LoRA on linear layers can be routed.")
         if isinstance(layer.base_layer, BaseTunerLayer):
             found.append(f"module {path!r} carries two tuners, one on the other: unload one of them first.")
     return found[:5] + ([f"... and {len(found) - 5} more modules."] if len(found) > 5 else [])
 
 
-def _is_plain_linear(layer: LoraLayer) -> bool:
-    return is_linear(layer.get_base_layer()) and not isinstance(layer, ParamWrapper)
-
-
-def _common_facts(chosen: dict[str, LoraLayer], name: str) -> tuple[LoraFacts, list[str]]:
-    by_fact: dict[str, dict[float, str]] = {"r": {}, "alpha": {}, "dropout": {}}
+def _common_settings(chosen: dict[str, LoraLayer], name: str) -> tuple[dict[str, float], list[str]]:
+    """The settings that all layers have in common, and what to say of those that they do not."""
+    found: dict[str, dict[float, str]] = {"r": {}, "alpha": {}, "dropout": {}}  # setting -> value -> a path with it
     for path, layer in chosen.items():
         r, scaling = layer.r[name], layer.scaling[name]
         plain = layer.lora_alpha[name] / r == scaling
-        by_fact["r"].setdefault(r, path)
+        found["r"].setdefault(r, path)
         # rsLoRA divides by sqrt r, and `scale_layer` changes the scale later: what counts is the scale in use
-        by_fact["alpha"].setdefault(layer.lora_alpha[name] if plain else scaling * r, path)
-        by_fact["dropout"].setdefault(float(getattr(layer.lora_dropout[name], "p", 0.0)), path)
-    found = [
-        f"its modules do not have one {fact}: "
+        found["alpha"].setdefault(layer.lora_alpha[name] if plain else scaling * r, path)
+        found["dropout"].setdefault(float(getattr(layer.lora_dropout[name], "p", 0.0)), path)
+    problems = [
+        f"its modules do not have one {setting}: "
         + ", ".join(f"{value:g} in {path!r}" for value, path in values.items())
         + ". A Monkey Jump adapter has one (rank_pattern and alpha_pattern cannot be routed): train it without them."
-        for fact, values in by_fact.items()
+        for setting, values in found.items()
         if len(values) > 1
     ]
-    first = [next(iter(values), 1) for values in by_fact.values()]
-    return LoraFacts(int(first[0]), first[1], first[2]), found
+    return {setting: next(iter(values), 1) for setting, values in found.items()}, problems
 
 
-def _configuration(
-    base: nn.Module, lora: LoraConfig, facts: LoraFacts, chosen: set[str], settings: dict[str, Any]
-) -> MonkeyJumpConfig:
+def _configuration(base: nn.Module, lora: LoraConfig, chosen: set[str], settings: dict[str, Any]) -> MonkeyJumpConfig:
     """The configuration that finds the same modules: LoRA's own names where they do, else every path."""
-    own: dict[str, Any] = {
-        "target_modules": lora.target_modules,
-        "exclude_modules": lora.exclude_modules,
-        "layers_to_transform": lora.layers_to_transform,
-        "layers_pattern": lora.layers_pattern or None,
-    }
-    paths = [path for path, module in base.named_modules() if path in chosen or not _inside_lora(path, chosen)]
+    own = {name: getattr(lora, name) for name in ("target_modules", "exclude_modules", "layers_to_transform")}
+    own["layers_pattern"] = lora.layers_pattern or None
+    inside = tuple(f"{path}." for path in chosen)
+    paths = [path for path, _ in base.named_modules() if not path.startswith(inside)]
     if {path for path in paths if check_target_module_exists(lora, path)} != chosen:
         own = {"target_modules": sorted(chosen)}
-    common = {
-        "adapter": "lora",
-        "r": facts.r,
-        "alpha": facts.alpha,
-        "dropout": facts.dropout,
-        "modules_to_save": lora.modules_to_save,
-        "task_type": lora.task_type,
-        "inference_mode": lora.inference_mode,
-        "base_model_name_or_path": lora.base_model_name_or_path,
-        "revision": lora.revision,
-    }
-    return MonkeyJumpConfig(**{**common, **own, **settings})
-
-
-def _inside_lora(path: str, chosen: set[str]) -> bool:
-    parts = path.split(".")
-    return any(".".join(parts[:i]) in chosen for i in range(1, len(parts)))
+    kept = ("modules_to_save", "task_type", "inference_mode", "base_model_name_or_path", "revision")
+    own |= {name: getattr(lora, name) for name in kept}
+    return MonkeyJumpConfig(**{"adapter": "lora", **own, **settings})
 
 
 def _convert(
@@ -217,7 +186,7 @@ def _convert(
         _fill(base, name, chosen, replaced)
     except BaseException:
         for path, module in replaced.items():
-            _set_module(base, path, module)
+            base.set_submodule(path, module)
         base.peft_config = configs
         for parameter, needed in trained.items():
             parameter.requires_grad_(needed)
@@ -233,14 +202,8 @@ def _take_out(base: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, (LoraLayer, AuxiliaryTrainingWrapper))
     }
     for path, module in wrappers.items():
-        plain = module.base_layer if isinstance(module, LoraLayer) else module.original_module
-        _set_module(base, path, plain)
+        base.set_submodule(path, module.base_layer if isinstance(module, LoraLayer) else module.original_module)
     return wrappers  # type: ignore[return-value]
-
-
-def _set_module(base: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(base.get_submodule(parent), leaf, module)
 
 
 @torch.no_grad()

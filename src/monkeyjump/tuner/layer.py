@@ -11,11 +11,15 @@ from peft.utils.quantization_utils import quantization_extra_repr, resolve_quant
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from monkeyjump.adapters import Gate
+from monkeyjump.adapters import ADAPTERS, Adapter, BaseLinear, Gate
+from monkeyjump.adapters.mixture import mixture_of
+from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.routing.learned import LearnedRouter
+from monkeyjump.routing.more_ranks import RankSelector
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
-from monkeyjump.tuner.projection_modules import new_adapter, new_extra, new_router
+from monkeyjump.tuner.routers.moa_placement import Extra
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
@@ -76,13 +80,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
 
     cast_input_dtype_enabled = True  # PEFT's `disable_input_dtype_casting` turns it off; no input is cast here anyway
     adapter_layer_names = ("monkeyjump_adapter", "monkeyjump_router", "monkeyjump_parallel", "monkeyjump_prompt")
-    other_param_names = (
-        "monkeyjump_center",
-        "monkeyjump_mean",
-        "monkeyjump_staged_sum",
-        "monkeyjump_staged_count",
-        "monkeyjump_step",
-    )
+    other_param_names = tuple(f"monkeyjump_{name}" for name in ("center", "mean", "staged_sum", "staged_count", "step"))
     monkeyjump_center: Fp32BufferDict
     monkeyjump_mean: Fp32BufferDict
     monkeyjump_staged_sum: Fp32BufferDict
@@ -116,13 +114,13 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     ) -> None:
         """Add an adapter; `role` is None for one that is always on."""
         self.context.shared_inputs.leave(adapter_name, self)
-        self.monkeyjump_adapter[adapter_name] = new_adapter(config, role, FrozenLinear(self))
-        router = new_router(config, role, self.in_features)
+        self.monkeyjump_adapter[adapter_name] = _new_adapter(config, role, FrozenLinear(self))
+        router = _new_router(config, role, self.in_features)
         if router is not None:
             self.monkeyjump_router[adapter_name] = router
         if role is not None:
             for extra in role.extras:
-                getattr(self, f"monkeyjump_{extra.kind}")[adapter_name] = new_extra(extra, config, role.width)
+                getattr(self, f"monkeyjump_{extra.kind}")[adapter_name] = _new_extra(extra, config, role.width)
         if role is not None and config.uses_centers:
             width = role.width
             self.monkeyjump_center[adapter_name] = torch.zeros(width)
@@ -271,3 +269,28 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
 
 def _precise(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _new_adapter(config: MonkeyJumpConfig, role: Role | None, linear: BaseLinear) -> Adapter:
+    """One expert, or all experts of a projection in one adapter; one that is always on (no role) is a plain one."""
+    if role is not None and not role.plain and config.placement in ("projection", "ffn"):
+        return mixture_of(config, linear, role.experts)
+    return ADAPTERS.get(config.adapter).for_linear(linear, config)
+
+
+def _new_router(config: MonkeyJumpConfig, role: Role | None, in_features: int) -> nn.Module | None:
+    """The learned router that hangs on a projection: its own, or on the first projection that of the whole block."""
+    if role is not None and config.placement == "nested":
+        return RankSelector(config.more.tasks, config.more.task_width or in_features, config.r, config.more.rank_scale)
+    if role is None or not config.learns_router:
+        return None
+    if config.placement == "projection" and config.projection.router_scope == "projection":
+        return LearnedRouter(in_features, role.experts, config)
+    return LearnedRouter(role.width, role.experts, config) if role.first else None
+
+
+def _new_extra(extra: Extra, config: MonkeyJumpConfig, width: int) -> nn.Module:
+    """A further expert of a block whose states are `width` wide."""
+    if extra.kind == "parallel":
+        return ParallelBottleneck(width, config.moa.parallel_width)
+    return AttentionPrompt(config.moa.prompt_length, width, extra.heads)

@@ -18,13 +18,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from monkeyjump.adapters import ADAPTERS, Adapter
-from monkeyjump.adapters.parallel import ParallelBottleneck
-from monkeyjump.adapters.prompt import AttentionPrompt
+from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.more_ranks import RankSelector
-from monkeyjump.tuner.centers.calibrate import draw_random_centers
+from monkeyjump.tuner.centers.calibrate import draw_random_centers, needs_no_data
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.default_targets import DEFAULT_TARGETS, leaves_targets_open, settle, shares_as_the_paper
 from monkeyjump.tuner.layer import MonkeyJumpLayer
@@ -130,11 +129,7 @@ class MonkeyJumpModel(BaseTuner):
         self.routing.shared_inputs.plan(adapter_name, [m for m in adapted if adapter_name in m.monkeyjump_adapter])
         if ADAPTERS.get(config.adapter).auxiliary_loss is not Adapter.auxiliary_loss:
             self.routing.regularized = True
-        if (
-            config.uses_centers
-            and config.center_init in ("random", "random_normalized")
-            and config.route_space == "raw"
-        ):
+        if config.uses_centers and needs_no_data(config):
             draw_random_centers(self.routing, adapter_name, seed=0)
 
     @contextmanager

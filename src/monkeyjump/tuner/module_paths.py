@@ -12,8 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from monkeyjump.config import MonkeyJumpConfig
 
-# Cross-attention keys and values read the encoder's tokens, which a token-wise gate of the decoder does not describe.
-_CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
+# Cross-attention reads its keys and values from the encoder's tokens, which a token-wise gate of the decoder does not
+# describe, and its queries from the decoder's.
+CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
 _KEY_OR_VALUE = re.compile(r"^(k|v|k_proj|v_proj|key|value|kv|kv_proj)$")
 
 
@@ -51,7 +52,7 @@ def reads_encoder(path: str, config: MonkeyJumpConfig) -> bool:
     alone = config.placement == "projection" and config.projection.router_scope == "projection"
     own_input = alone and not config.learned.aux_loss_weight
     parent, _, leaf = path.rpartition(".")
-    crosses = _CROSS_ATTENTION.search(parent) is not None and _KEY_OR_VALUE.match(leaf) is not None
+    crosses = CROSS_ATTENTION.search(parent) is not None and _KEY_OR_VALUE.match(leaf) is not None
     return crosses and config.granularity == "token" and not own_input
 
 

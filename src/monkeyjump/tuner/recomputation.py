@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tuner.block_inputs import in_backward
-from monkeyjump.tuner.call import BlocksCall, ModelCall, inside, running
+from monkeyjump.tuner.call import BlocksCall, ModelCall, in_backward, inside, running
 
 # Attributes that hold a module's checkpoint function: of Transformers' blocks and models, of torch's CheckpointWrapper.
 HOLDERS = ("_gradient_checkpointing_func", "checkpoint_fn")

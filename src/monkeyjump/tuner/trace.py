@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
@@ -44,51 +44,41 @@ class RoutingTrace:
     """Filled by `record_routing`: the gates of the last forward, and loads summed over all forwards inside."""
 
     def __init__(self) -> None:
-        self._gates: dict[tuple[str, str], torch.Tensor] = {}
-        self._masks: dict[tuple[str, str], torch.Tensor | None] = {}
-        self._names: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._jumps: dict[tuple[str, str], torch.Tensor] = {}
-        self._weight: dict[tuple[str, str], torch.Tensor] = {}
-        self._tokens: dict[tuple[str, str], torch.Tensor] = {}
+        self._last: dict[tuple[str, str], tuple[Tensor, Tensor | None, tuple[str, ...]]] = {}  # gates, mask, experts
+        self._sums: dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]] = {}  # jumps, gates, tokens
 
-    def record(
-        self, block: str, adapter: str, names: tuple[str, ...], gates: torch.Tensor, mask: torch.Tensor | None
-    ) -> None:
+    def record(self, block: str, adapter: str, names: tuple[str, ...], gates: Tensor, mask: Tensor | None) -> None:
         key = (block, adapter)
-        self._gates[key], self._masks[key], self._names[key] = gates.detach(), mask, names
+        self._last[key] = gates.detach(), mask, names
         real = gates.detach() if mask is None else gates.detach() * mask.unsqueeze(-1).to(gates.device)
-        tokens = torch.tensor(float(gates.shape[0] * gates.shape[1])) if mask is None else mask.sum().float().cpu()
-        self._jumps[key] = self._jumps.get(key, 0) + (real > 0).sum((0, 1)).double().cpu()
-        self._weight[key] = self._weight.get(key, 0) + real.sum((0, 1)).double().cpu()
-        self._tokens[key] = self._tokens.get(key, 0) + tokens
+        tokens = torch.tensor(float(gates.shape[:2].numel())) if mask is None else mask.sum().float().cpu()
+        sums = (real > 0).sum((0, 1)).double().cpu(), real.sum((0, 1)).double().cpu(), tokens
+        before = self._sums.get(key)
+        self._sums[key] = sums if before is None else (before[0] + sums[0], before[1] + sums[1], before[2] + tokens)
 
     def blocks(self) -> list[str]:
-        return list(dict.fromkeys(block for block, _ in self._gates))
+        return list(dict.fromkeys(block for block, _ in self._last))
 
-    def gates(self, block: str, adapter: str | None = None) -> torch.Tensor:
+    def gates(self, block: str, adapter: str | None = None) -> Tensor:
         """Gates of a block in the last forward, [B, T, E]."""
-        return self._gates[self._key(block, adapter)]
+        return self._last[self._key(block, adapter)][0]
 
-    def mask(self, block: str, adapter: str | None = None) -> torch.Tensor | None:
+    def mask(self, block: str, adapter: str | None = None) -> Tensor | None:
         """Real tokens of the last forward, [B, T]; None when all were."""
-        return self._masks[self._key(block, adapter)]
+        return self._last[self._key(block, adapter)][1]
 
     def experts(self, block: str, adapter: str | None = None) -> list[str]:
         """The routed projections of a block, in the order of the last dimension of its gates."""
-        return list(self._names[self._key(block, adapter)])
+        return list(self._last[self._key(block, adapter)][2])
 
     def load(self, block: str, adapter: str | None = None) -> ExpertLoad:
         """Shares over every forward since recording began, padding left out."""
-        key = self._key(block, adapter)
-        jumps, tokens = self._jumps[key], self._tokens[key]
-        return ExpertLoad(
-            experts=list(self._names[key]),
-            share=(jumps / jumps.sum().clamp_min(1)).tolist(),
-            mean_gate=(self._weight[key] / tokens.clamp_min(1)).tolist(),
-        )
+        jumps, weight, tokens = self._sums[self._key(block, adapter)]
+        share, mean_gate = jumps / jumps.sum().clamp_min(1), weight / tokens.clamp_min(1)
+        return ExpertLoad(self.experts(block, adapter), share.tolist(), mean_gate.tolist())
 
     def _key(self, block: str, adapter: str | None) -> tuple[str, str]:
-        for key in self._gates:
+        for key in self._last:
             if key[0] == str(block) and adapter in (None, key[1]):
                 return key
         known = self.blocks()

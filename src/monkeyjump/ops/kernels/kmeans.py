@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.kernels.dot import halves, product
 from monkeyjump.ops.kernels.launch import Launcher
@@ -132,7 +133,7 @@ def supported(clusters: int) -> bool:
     return clusters <= COLUMNS
 
 
-def nearest(x: torch.Tensor, inverse: torch.Tensor, centers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def nearest(x: Tensor, inverse: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
     """Labels [G, S, N] int8 and counts [G, S, K] of centres [G, S, K, D]; -1 where `inverse` [G, N], 1 / norm, is 0."""
     (G, N, D), (S, K) = x.shape, centers.shape[1:3]
     tile, few = _tile("nearest", x), padded(K, 2)
@@ -148,7 +149,7 @@ def nearest(x: torch.Tensor, inverse: torch.Tensor, centers: torch.Tensor) -> tu
     return labels[..., :N], counts.sum(1)
 
 
-def sums(x: torch.Tensor, inverse: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
+def sums(x: Tensor, inverse: Tensor, labels: Tensor, clusters: int) -> Tensor:
     """Sums [G, S, K, D] of the unit tokens by the labels of `nearest`."""
     (G, N, D), S, tile = x.shape, labels.shape[1], _tile("sums", x)
     ranges, apart = row_blocks(N, SUMMED_TOGETHER), row_blocks(S * clusters, COLUMNS)
@@ -161,7 +162,7 @@ def sums(x: torch.Tensor, inverse: torch.Tensor, labels: torch.Tensor, clusters:
     return parts.sum(1)
 
 
-def chords(x: torch.Tensor, inverse: torch.Tensor, vectors: torch.Tensor, same: float) -> torch.Tensor:
+def chords(x: Tensor, inverse: Tensor, vectors: Tensor, same: float) -> Tensor:
     """Squared chords [G, M, N] from unit vectors [G, M, D] to the tokens, 0 where below `same`."""
     (G, N, D), M, tile = x.shape, vectors.shape[1], _tile("nearest", x)
     found = torch.empty(G, M, N, device=x.device, dtype=torch.float32)
@@ -173,14 +174,14 @@ def chords(x: torch.Tensor, inverse: torch.Tensor, vectors: torch.Tensor, same: 
     return found
 
 
-def _tile(name: str, x: torch.Tensor) -> Tile:
+def _tile(name: str, x: Tensor) -> Tile:
     """Half as wide for tokens that are multiplied in fp32, whose halves are in registers."""
     tile, width = TILES[name], padded(x.shape[2])
     columns = tile.columns if x.dtype == torch.bfloat16 else tile.columns // 2
     return replace(tile, columns=min(width, columns))
 
 
-def _operand(vectors: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _operand(vectors: Tensor, x: Tensor) -> Tensor:
     """[G, M, D] as it is multiplied with x: for bf16 its halves [G, 2, M, D], read straight into the matrix units."""
     if x.dtype != torch.bfloat16:
         return vectors.contiguous()

@@ -3,10 +3,8 @@
 Triton looks at every argument of every launch to find the variant it has compiled: 20 to 50 microseconds of host time
 for kernels with many arguments, as long as several launches. The variant depends on dtypes, on pointers only by their
 alignment, on integers and on constants; with these as a key, the compiled kernel is found in a dictionary and called
-directly. Of an integer Triton asks only a few properties, but to ask them takes longer than to look up all of it:
-another number is another key, and Triton finds the same kernel for it once. The call leaves out what Triton prepares
-for the hooks of profilers at every launch, unless there are any. That call is not part of Triton's public
-interface, so only versions that it was seen to work with get it.
+directly. The call leaves out what Triton prepares for the hooks of profilers at every launch, unless there are any. It
+is not part of Triton's public interface, so only versions that it was seen to work with get it.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
@@ -81,7 +80,7 @@ def _device(args: Iterable[Any]) -> int:
     """Of the first tensor, or the first tuple that begins with one: a tuple may hold none."""
     for arg in args:
         first = arg[0] if type(arg) is tuple else arg
-        if isinstance(first, torch.Tensor):
+        if isinstance(first, Tensor):
             return first.get_device()
     raise ValueError("a kernel needs a tensor")
 
@@ -92,7 +91,7 @@ def _traits(args: Iterable[Any]) -> list[Any]:
     for arg in args:
         kind = type(arg)
         if kind is int or arg is None:
-            found.append(arg)
+            found.append(arg)  # Triton asks less of an integer, but to ask it takes longer than to look up all of it
         elif kind is tuple:
             found.append(len(arg))
             found += arg if type(arg[0]) is int else _traits(arg)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.kernels.dot import product
 from monkeyjump.ops.kernels.launch import Launcher
@@ -144,12 +145,8 @@ _few_sums, _few_products = Launcher(few_sums_kernel), Launcher(few_products_kern
 
 
 def at_once(
-    x: torch.Tensor,
-    update: Update,
-    bases: Sequence[torch.Tensor],
-    ys: Sequence[torch.Tensor],
-    keep: torch.dtype = torch.float32,
-) -> torch.Tensor:
+    x: Tensor, update: Update, bases: Sequence[Tensor], ys: Sequence[Tensor], keep: torch.dtype = torch.float32
+) -> Tensor:
     """Writes base + (z * s) B^T into ys and returns z in the dtype `keep`, in one launch (see `lora.down_up`)."""
     As, Bs, strengths, Os = update.As, update.Bs, update.strengths, update.widths
     (N, D), R, C = x.shape, As[0].shape[0], Bs[0].shape[1]

@@ -5,11 +5,9 @@ Shapes: as in `lora`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.lowrank import Dropout, Strengths
 
@@ -61,17 +59,12 @@ def base_tile(base, bias, long_rows, outs, stride, O, inside):
     return tile
 
 
-def row_strides(bases: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-    """The row stride of every base, 0 where there is none."""
-    return tuple(0 if base is None else base.stride(0) for base in bases)
-
-
-def mask_numbers(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, float]:
+def mask_numbers(dropout: Dropout | None) -> tuple[Tensor | None, int, float]:
     """(seed, threshold, keep_scale) of a kernel."""
     return (None, 0, 1.0) if dropout is None else (dropout.seed, dropout.threshold, dropout.scale)
 
 
-def strength_numbers(strengths: Strengths, z: torch.Tensor) -> tuple[float, int, int, int, int]:
+def strength_numbers(strengths: Strengths, z: Tensor) -> tuple[float, int, int, int, int]:
     """(scale, N, z_stride, gate_stride, every) of a kernel."""
     gate = strengths.gates[0]
     return strengths.scale, z.shape[0], z.stride(0), 0 if gate is None else gate.stride(0), strengths.every

@@ -1,30 +1,17 @@
-"""The products of low-rank updates on the matrix units. `lora` has the formulas and calls these for many columns.
+"""The products of low-rank updates on the matrix units. `lora` has the formulas and launches these for many columns.
 
 Shapes: as in `lora`; CP and MP are C and M * R padded to what a matrix instruction takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.dot import fp32_product, precise_product, product
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora_operands import (
-    base_tile,
-    dropped,
-    gates_of_token,
-    mask_numbers,
-    row_strides,
-    scaled,
-    strength_numbers,
-)
-from monkeyjump.ops.kernels.partial_sums import new_parts
-from monkeyjump.ops.kernels.tiles import TILES, WIDE, padded, row_blocks, stacked, stacked_rows
-from monkeyjump.ops.lowrank import Dropout, Strengths
+from monkeyjump.ops.kernels.lora_operands import base_tile, dropped, scaled
+from monkeyjump.ops.kernels.tiles import stacked, stacked_rows
 
 
 @triton.jit
@@ -145,87 +132,4 @@ def down_backward_kernel(x, dz, As, dx, parts, seed, threshold, keep_scale, N, D
         tl.store(dx + where, back.to(dx.dtype.element_ty), mask=inside)
 
 
-_down, _up, _up_backward, _down_backward = map(
-    Launcher, (down_kernel, up_kernel, up_backward_kernel, down_backward_kernel)
-)
-
-
-def down(
-    x: torch.Tensor,
-    As: Sequence[torch.Tensor],
-    dropout: Dropout | None,
-    precise: bool,
-    z: torch.Tensor,
-    kept: torch.Tensor | None,
-) -> None:
-    """Writes z = dropout(x) A^T in fp32, and into `kept` in another dtype; A is rounded as x is, unless `precise`."""
-    (N, D), R = x.shape, As[0].shape[0]
-    tile, columns = TILES["down"], padded(len(As) * R)
-    _down((row_blocks(N, tile.rows), 1),
-        x, tuple(As), z, kept, *mask_numbers(dropout), N, D, R, columns, tile.rows,
-        tile.width(D, columns if columns == 16 else len(As) * columns), precise,
-        warps=tile.warps, stages=tile.stages if columns <= 128 else 2,
-    )  # fmt: skip
-
-
-def up(
-    bases: Sequence[torch.Tensor | None],
-    z: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    ys: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-) -> None:
-    """Writes y = base + bias + (z * s) B^T of every projection, with z * s and B rounded to the dtype of y."""
-    N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
-    Os = tuple(B.shape[0] for B in Bs)
-    tile = TILES["up"]
-    width = tile.width(max(Os), padded(C))
-    _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
-        tuple(bases), tuple(biases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
-        row_strides(bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
-        z.shape[1] // M, C, gates_of_token(strengths), padded(C), tile.rows, width, warps=tile.warps,
-    )  # fmt: skip
-
-
-def up_backward(
-    dys: Sequence[torch.Tensor],
-    z: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    times_s: bool,
-    t: torch.Tensor,
-) -> torch.Tensor:
-    """Writes t = dy B of every projection and returns the partial sums of all dB."""
-    N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
-    Os = tuple(B.shape[0] for B in Bs)
-    tile = TILES["backward"]
-    parts = new_parts(N, tile.rows, sum(Os) * C, z.device)
-    _up_backward((parts.shape[0], M),
-        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts, Os,
-        tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
-        parts.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths),
-        times_s, padded(C), tile.rows, tile.width(max(Os), padded(C)), warps=tile.warps, stages=tile.stages,
-    )  # fmt: skip
-    return parts
-
-
-def down_backward(
-    x: torch.Tensor | None,
-    dz: torch.Tensor,
-    As: Sequence[torch.Tensor],
-    dropout: Dropout | None,
-    dx: torch.Tensor | None,
-    precise: bool,
-) -> torch.Tensor | None:
-    """Writes dz A into dx, unless that is None, and returns the partial sums of dA, unless x is None."""
-    N, (R, D) = dz.shape[0], As[0].shape
-    columns = padded(len(As) * R)
-    tile = TILES["backward" if D <= WIDE else "down_backward_wide"]
-    width = tile.width(D, columns)
-    parts = None if x is None else new_parts(N, tile.rows, len(As) * R * D, dz.device)
-    _down_backward((row_blocks(N, tile.rows), row_blocks(D, width)),
-        x, dz, tuple(As), dx, parts, *mask_numbers(dropout), N, D, R, columns, tile.rows, width, precise,
-        warps=tile.warps,
-    )  # fmt: skip
-    return parts
+down, up, up_backward, down_backward = map(Launcher, (down_kernel, up_kernel, up_backward_kernel, down_backward_kernel))

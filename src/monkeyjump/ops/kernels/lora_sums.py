@@ -9,34 +9,12 @@ Shapes: as in `lora`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 
 from monkeyjump.ops.kernels.launch import Launcher
-from monkeyjump.ops.kernels.lora_operands import (
-    base_tile,
-    dropped,
-    gates_of_token,
-    mask_numbers,
-    row_strides,
-    strength_numbers,
-)
-from monkeyjump.ops.kernels.partial_sums import new_parts
-from monkeyjump.ops.kernels.tiles import (
-    TILES,
-    WIDE,
-    columns_of,
-    first_tiles,
-    lane_sums,
-    next_tiles,
-    padded,
-    row_blocks,
-    tiles_at_once,
-)
-from monkeyjump.ops.lowrank import Dropout, Strengths
+from monkeyjump.ops.kernels.lora_operands import base_tile, dropped
+from monkeyjump.ops.kernels.tiles import columns_of, first_tiles, lane_sums, next_tiles
 
 MOST_COLUMNS = 8  # columns of z, each of which is an instruction for every entry of x
 COLUMNS_OF_B = (1, 2, 4)
@@ -174,69 +152,4 @@ def up_backward_kernel(dys, z, gates, diagonals, Bs, t, parts, Os, strides, offs
             )  # fmt: skip
 
 
-_down, _up, _up_backward = map(Launcher, (down_kernel, up_kernel, up_backward_kernel))
-
-
-def down(
-    x: torch.Tensor,
-    As: Sequence[torch.Tensor],
-    dropout: Dropout | None,
-    z: torch.Tensor,
-    kept: torch.Tensor | None,
-) -> None:
-    """z = dropout(x) A^T: x [N, D], M of A [R, D], z [N, M * R] fp32; also into `kept`, of another dtype."""
-    (N, D), R = x.shape, As[0].shape[0]
-    tile = TILES["sums_down" if D <= WIDE else "sums_down_wide"]
-    width = tile.width(D)
-    ahead = tiles_at_once(D, width, tile.stages)
-    _down((row_blocks(N, tile.rows), 1),
-        x, tuple(As), z, kept, *mask_numbers(dropout), N, D, R, padded(len(As) * R, 1), tile.rows, width,
-        ahead, 8 if D <= WIDE else 4, ahead * width < D, warps=tile.warps,
-    )  # fmt: skip
-
-
-def up(
-    bases: Sequence[torch.Tensor | None],
-    z: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    ys: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-) -> None:
-    """Writes y = base + bias + (z * s) B^T of every projection, in fp32 sums."""
-    N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
-    Os = tuple(B.shape[0] for B in Bs)
-    tile = TILES["sums_up" if any(base is not None for base in bases) else "sums_up_alone"]
-    width = tile.width(max(Os))
-    _up((row_blocks(N, tile.rows), sum(row_blocks(O, width) for O in Os)),
-        tuple(bases), tuple(biases), z, strengths.gates, strengths.diagonals, tuple(Bs), tuple(ys), Os,
-        row_strides(bases), tuple(y.stride(0) for y in ys), *strength_numbers(strengths, z),
-        z.shape[1] // M, C, gates_of_token(strengths), tile.rows, width, warps=tile.warps,
-    )  # fmt: skip
-
-
-def sums_up_backward(Bs: Sequence[torch.Tensor]) -> bool:
-    """Whether `up_backward` here is the faster one."""
-    return Bs[0].shape[1] in COLUMNS_OF_B and min(B.shape[0] for B in Bs) >= LEAST_DY
-
-
-def up_backward(
-    dys: Sequence[torch.Tensor],
-    z: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    strengths: Strengths,
-    times_s: bool,
-    t: torch.Tensor,
-) -> torch.Tensor:
-    """Writes t = dy B of every projection and returns the partial sums of all dB."""
-    N, M, C = z.shape[0], len(Bs), Bs[0].shape[1]
-    Os = tuple(B.shape[0] for B in Bs)
-    tile = TILES["sums_up_backward"]
-    parts = new_parts(N, tile.rows, sum(Os) * C, z.device)
-    _up_backward((parts.shape[0], M),
-        tuple(dys), z, strengths.gates, strengths.diagonals, tuple(Bs), t, parts, Os,
-        tuple(dy.stride(0) for dy in dys), tuple(sum(Os[:m]) * C for m in range(M)), strengths.scale, N,
-        parts.shape[1], *strength_numbers(strengths, z)[2:], z.shape[1] // M, C, gates_of_token(strengths), times_s,
-        tile.rows, min(padded(max(Os)), tile.columns), 8, warps=tile.warps,
-    )  # fmt: skip
-    return parts
+down, up, up_backward = map(Launcher, (down_kernel, up_kernel, up_backward_kernel))

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.tiles import TILES, padded, row_blocks
 
 
-def new_parts(tokens: int, rows: int, width: int, device: torch.device) -> torch.Tensor:
+def new_parts(tokens: int, rows: int, width: int, device: torch.device) -> Tensor:
     """Memory [P, W] for the partial sums of row blocks of `rows` tokens."""
     return torch.empty(row_blocks(tokens, rows), width, device=device, dtype=torch.float32)
 
@@ -43,7 +44,7 @@ def add_parts_kernel(parts, out, Ps, Ws, BP: tl.constexpr, BW: tl.constexpr):
 _add_parts = Launcher(add_parts_kernel)
 
 
-def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def total(parts: Sequence[Tensor]) -> Tensor:
     """The sums of all [P, W] over P, one after the other: fp32 [sum of W]."""
     Ps, Ws = tuple(part.shape[0] for part in parts), tuple(part.shape[1] for part in parts)
     out = parts[0].new_empty(sum(Ws))

@@ -1,17 +1,23 @@
 """Triton kernels of Propulsion: the output times 1 + gate * ((1 + offset) ** degree - 1), per token and column.
 
+Eager mode only: under torch.compile the reference is elementwise work that the compiler fuses into its neighbours.
+
 Shapes: N tokens, O output width, P row blocks.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.kernels.launch import Launcher
 from monkeyjump.ops.kernels.partial_sums import new_parts, total
 from monkeyjump.ops.kernels.tiles import TILES, row_blocks
+from monkeyjump.ops.lowrank import gate_rows, rows_of
 
 
 @triton.jit
@@ -82,7 +88,7 @@ def scale_backward_kernel(dy, base, offset, gate, dbase, parts, N, O, gate_strid
 _scale, _scale_backward = Launcher(scale_kernel), Launcher(scale_backward_kernel)
 
 
-def scale(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None, every: int) -> torch.Tensor:
+def scale(base: Tensor, offset: Tensor, degree: int, gate: Tensor | None, every: int) -> Tensor:
     """base [N, O], offset [O], gate [N / every, 1] or None."""
     N, O = base.shape
     y = torch.empty_like(base)
@@ -95,8 +101,8 @@ def scale(base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Ten
 
 
 def scale_backward(
-    dy: torch.Tensor, base: torch.Tensor, offset: torch.Tensor, degree: int, gate: torch.Tensor | None, every: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, base: Tensor, offset: Tensor, degree: int, gate: Tensor | None, every: int
+) -> tuple[Tensor, Tensor]:
     """(dbase [N, O], doffset [O] fp32)."""
     N, O = base.shape
     tile = TILES["backward"]
@@ -107,3 +113,28 @@ def scale_backward(
         tile.rows, tile.width(O), warps=tile.warps,
     )  # fmt: skip
     return dbase, total([parts])
+
+
+def scaled(base: Tensor, offset: Tensor, degree: int, gate: Tensor | None) -> Tensor:
+    """base + gate * ((1 + offset) ** degree - 1) * base: base [..., O], offset [O], gate [..., 1] without gradient."""
+    every = 1
+    if gate is not None:
+        gate = gate_rows(gate)
+        every = base.numel() // base.shape[-1] // gate.shape[0]
+    return _Scaled.apply(base, offset, degree, gate, every)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, offset: Tensor, degree: int, gate: Tensor | None, every: int) -> Tensor:
+        flat = rows_of(base)
+        ctx.save_for_backward(flat, offset, gate)
+        ctx.degree, ctx.every = degree, every
+        return scale(flat, offset, degree, gate, every).view(base.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        flat, offset, gate = ctx.saved_tensors
+        dbase, doffset = scale_backward(rows_of(dy), flat, offset, ctx.degree, gate, ctx.every)
+        return dbase.view(dy.shape), doffset, None, None, None

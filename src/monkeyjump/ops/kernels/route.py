@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from monkeyjump.ops.kernels.dot import precise_product
 from monkeyjump.ops.kernels.launch import Launcher
@@ -241,59 +243,44 @@ def supported(experts: int) -> bool:
     return experts <= MOST_EXPERTS
 
 
-def token_gates(h: torch.Tensor, centers: Sequence[torch.Tensor], routing: Routing) -> torch.Tensor:
-    """h [N, D], E centres [D] -> gates [N, E], fp32."""
-    gates = torch.empty(h.shape[0], len(centers), device=h.device, dtype=torch.float32)
-    _launch(h, centers, None, (gates, None, None), routing)
-    return gates
-
-
-def token_gates_and_sums(
-    h: torch.Tensor,
-    centers: Sequence[torch.Tensor],
-    queries: torch.Tensor | None,
+def token_gates(
+    h: Tensor,
+    centers: Sequence[Tensor],
     routing: Routing,
-    sums: Sequence[torch.Tensor],
-    counts: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Gates [N, E]; writes E sums [D] and counts [] of the tokens that are queries ([N] bool; None: all)."""
-    N, D = h.shape
-    E, P = len(centers), row_blocks(N, _tile(N, len(centers), True).rows)
-    gates = torch.empty(N, E, device=h.device, dtype=torch.float32)
-    parts = torch.empty(P, E, D, device=h.device, dtype=torch.float32)
-    numbers = torch.empty(P, E, device=h.device, dtype=torch.float32)
-    _launch(h, centers, queries, (gates, parts, numbers), routing)
-    add = TILES["add_sums"]
-    _add_sums(
-        (E, row_blocks(D, add.width(D))), parts, numbers, tuple(sums), tuple(counts), P, D,
-        min(padded(P, 1), add.rows), min(padded(P, 1), 1024), add.width(D), warps=add.warps,
+    queries: Tensor | None = None,
+    sums: Sequence[Tensor] | None = None,
+    counts: Sequence[Tensor] = (),
+) -> Tensor:
+    """h [N, D], E centres [D] -> gates [N, E], fp32.
+
+    With `sums`, E sums [D] and counts [] of the tokens that are queries ([N] bool; None: all) are written, too.
+    """
+    (N, D), E, new = h.shape, len(centers), partial(torch.empty, device=h.device, dtype=torch.float32)
+    tile = _tile(N, E, sums is not None)
+    P, width = row_blocks(N, tile.rows), tile.width(D)
+    gates, parts, numbers = new(N, E), None, None
+    if sums is not None:
+        parts, numbers = new(P, E, D), new(P, E)
+    operands = (
+        h, tuple(centers), queries, gates, parts, numbers, N, D, 1 / routing.temperature,
+        routing.top_k, routing.member_k, routing.renormalize, routing.unit,
     )  # fmt: skip
-    return gates
-
-
-def _launch(
-    h: torch.Tensor,
-    centers: Sequence[torch.Tensor],
-    queries: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    routing: Routing,
-) -> None:
-    (N, D), E = h.shape, len(centers)
-    tile = _tile(N, E, outputs[1] is not None)
-    how = (1 / routing.temperature, routing.top_k, routing.member_k, routing.renormalize, routing.unit)
-    grid, tensors = (row_blocks(N, tile.rows), 1), (h, tuple(centers), queries, *outputs)
     if E <= BY_SUMS:
-        width, across = tile.width(D), min(padded(D), 128 * tile.warps)  # 4 columns for each thread
+        across = min(padded(D), 128 * tile.warps)  # 4 columns for each thread
         ahead = tiles_at_once(D, width, tile.stages)
         _route_rows(
-            grid, *tensors, N, D, *how, padded(E, 1), tile.rows, width, ahead, ahead * width < D, across,
-            warps=tile.warps,
+            (P, 1), *operands, padded(E, 1), tile.rows, width, ahead, ahead * width < D, across, warps=tile.warps
+        )
+    else:
+        narrow = h.dtype == torch.bfloat16
+        _route((P, 1), *operands, narrow, padded(E), tile.rows, width, warps=tile.warps, stages=tile.stages)
+    if sums is not None:
+        add = TILES["add_sums"]
+        _add_sums(
+            (E, row_blocks(D, add.width(D))), parts, numbers, tuple(sums), tuple(counts), P, D,
+            min(padded(P, 1), add.rows), min(padded(P, 1), 1024), add.width(D), warps=add.warps,
         )  # fmt: skip
-        return
-    _route(
-        grid, *tensors, N, D, *how, h.dtype == torch.bfloat16, padded(E), tile.rows, tile.width(D),
-        warps=tile.warps, stages=tile.stages,
-    )  # fmt: skip
+    return gates
 
 
 def _tile(tokens: int, experts: int, sums: bool) -> Tile:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from monkeyjump.config import MonkeyJumpConfig
@@ -57,11 +58,7 @@ def initialize_centers(
 
     context = require_context(model)
     name, config = _adapter_to_initialize(context, adapter_name)
-    if (
-        config.center_init.startswith("random")
-        and config.center_init != "random_tokens"
-        and config.route_space == "raw"
-    ):
+    if needs_no_data(config):
         draw_random_centers(context, name, seed)
         return CalibrationReport(name, config.center_init, 0, {})
     if dataloader is None:
@@ -79,12 +76,8 @@ def initialize_centers(
             bar.update(len(chunk))
     for router, (centers, mean, _) in zip(routers, found, strict=True):
         _set_centers(router, name, centers, mean)
-    return CalibrationReport(
-        adapter=name,
-        method=config.center_init,
-        tokens_kept=max(collector.kept.values()),
-        shares={router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)},
-    )
+    shares = {router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)}
+    return CalibrationReport(name, config.center_init, max(collector.kept.values()), shares)
 
 
 def _affordable(model: nn.Module, progress: bool) -> int:
@@ -107,6 +100,11 @@ def centers_initialized(model: nn.Module, adapter_name: str) -> bool:
     )
 
 
+def needs_no_data(config: MonkeyJumpConfig) -> bool:
+    """Whether the centres are random vectors in the space of the raw tokens."""
+    return config.center_init in ("random", "random_normalized") and config.route_space == "raw"
+
+
 def draw_random_centers(context: RoutingContext, adapter_name: str, seed: int) -> None:
     """Centres drawn from N(0, 1), on the unit sphere for `random_normalized`; a function of seed and module alone."""
     for router in context.routers():
@@ -115,7 +113,7 @@ def draw_random_centers(context: RoutingContext, adapter_name: str, seed: int) -
             _set_centers(router, adapter_name, centers, None)
 
 
-def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> torch.Tensor:
+def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> Tensor:
     layers = router.layers[adapter_name]
     width = layers[0].monkeyjump_center[adapter_name].shape[0]
     centers = torch.randn(len(layers), width, generator=_generator(router, seed))
@@ -164,35 +162,28 @@ def _check_sample(collector: TokenCollector, routers: list[BlockRouter]) -> None
 
 
 def _chunks(routers: list[BlockRouter], collector: TokenCollector) -> Iterator[list[BlockRouter]]:
-    """Consecutive blocks that can be clustered together: same sample, width and number of experts, bounded memory."""
-    chunk: list[BlockRouter] = []
-    for router in routers:
-        sample = collector.sample(router)
-        most = max(1, CLUSTERED_AT_ONCE // (sample.numel() * 4))
-        if chunk and (len(chunk) >= most or not _stackable(chunk[0], router, collector)):
-            yield chunk
-            chunk = []
-        chunk.append(router)
-    yield chunk
+    """Consecutive blocks that can be clustered together: same sample, experts and device, bounded memory."""
+    name = collector.adapter_name
 
+    def kind(router: BlockRouter) -> tuple:
+        layers = router.layers[name]
+        return collector.sample(router).shape, len(layers), layers[0].monkeyjump_center[name].device
 
-def _stackable(one: BlockRouter, other: BlockRouter, collector: TokenCollector) -> bool:
-    a, b, name = collector.sample(one), collector.sample(other), collector.adapter_name
-    same_device = (
-        one.layers[name][0].monkeyjump_center[name].device == other.layers[name][0].monkeyjump_center[name].device
-    )
-    return a.shape == b.shape and len(one.layers[name]) == len(other.layers[name]) and same_device
+    for (shape, *_), group in groupby(routers, kind):
+        alike, most = list(group), max(1, CLUSTERED_AT_ONCE // (4 * shape.numel()))
+        for start in range(0, len(alike), most):
+            yield alike[start : start + most]
 
 
 def _centers_of(
     routers: list[BlockRouter], collector: TokenCollector, seed: int, restarts: int
-) -> list[tuple[torch.Tensor, torch.Tensor | None, list[float]]]:
+) -> list[tuple[Tensor, Tensor | None, list[float]]]:
     """For each block: centres [E, D], mean direction or None, share of the sample nearest to each centre."""
     config, name = collector.config, collector.adapter_name
     experts = len(routers[0].layers[name])
     h_LND = torch.stack([collector.sample(router) for router in routers])
     h_LND = h_LND.to(routers[0].layers[name][0].monkeyjump_center[name].device)
-    means: list[torch.Tensor | None] = [None] * len(routers)
+    means: list[Tensor | None] = [None] * len(routers)
     if config.route_space == "centered":
         means = [ops.features(h, None, normalize=True).mean(0) for h in h_LND]
         h_LND = torch.stack([ops.features(h, mean, normalize=False) for h, mean in zip(h_LND, means, strict=True)])
@@ -210,7 +201,7 @@ def _centers_of(
     return found
 
 
-def _drawn(router: BlockRouter, h: torch.Tensor, collector: TokenCollector, seed: int) -> torch.Tensor:
+def _drawn(router: BlockRouter, h: Tensor, collector: TokenCollector, seed: int) -> Tensor:
     """Centres that are random tokens of the sample, or random vectors."""
     if collector.config.center_init != "random_tokens":
         return _random_centers(router, collector.adapter_name, seed).to(h.device)
@@ -224,7 +215,7 @@ def _generator(router: BlockRouter, seed: int) -> torch.Generator:
 
 
 @torch.no_grad()
-def _set_centers(router: BlockRouter, name: str, centers: torch.Tensor, mean: torch.Tensor | None) -> None:
+def _set_centers(router: BlockRouter, name: str, centers: Tensor, mean: Tensor | None) -> None:
     """Write the centres and start the schedule at zero."""
     for layer, center in zip(router.layers[name], centers, strict=True):
         layer.monkeyjump_center[name].copy_(_same_on_all_ranks(center.to(layer.monkeyjump_center[name].device)))
@@ -236,7 +227,7 @@ def _set_centers(router: BlockRouter, name: str, centers: torch.Tensor, mean: to
     router.blocks.initialized.add(name)
 
 
-def _same_on_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
+def _same_on_all_ranks(tensor: Tensor) -> Tensor:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         tensor = tensor.contiguous()

@@ -6,12 +6,11 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from monkeyjump.config import MonkeyJumpConfig
@@ -41,81 +40,67 @@ def affordable_tokens(model: nn.Module) -> int:
     return max(_FEWEST_TOKENS, min(PAPERS_TOKENS, int(_MINUTE_OF_A_CPU / operations) // 100 * 100))
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """What a batch gives to the sample of every block of a group, on one device."""
-
-    selection: Selection
-    rows: torch.Tensor  # of the flat states, [n]
-    slots: torch.Tensor  # of the sample, [n]
-
-
 class TokenCollector:
     """Listens at the entrance of every block and keeps the states of the sampled tokens."""
 
     def __init__(self, adapter_name: str, config: MonkeyJumpConfig, capacity: int) -> None:
-        self.adapter_name = adapter_name
-        self.config = config
-        self.capacity = capacity
-        self.labels: torch.Tensor | None = None
-        self.tokens: dict[str, torch.Tensor] = {}  # block path -> [capacity, D]
+        self.adapter_name, self.config, self.capacity = adapter_name, config, capacity
+        self.tokens: dict[str, Tensor] = {}  # block path -> [capacity, D]
         self.kept: dict[int, int] = {}  # tokens of each list of blocks so far
-        self._picks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._placed: dict[tuple, _Placed] = {}
+        self.next_batch(None)
 
-    def next_batch(self, labels: torch.Tensor | None) -> None:
+    def next_batch(self, labels: Tensor | None) -> None:
         self.labels = labels
-        self._picks = {}
-        self._placed = {}
+        self._picks: dict[int, Tensor] = {}  # the rows of each list of blocks
+        self._placed: dict[tuple, tuple[Selection, Tensor]] = {}
 
-    def observe(self, router: BlockRouter, h: torch.Tensor, call: BlocksCall) -> None:
+    def observe(self, router: BlockRouter, h: Tensor, call: BlocksCall) -> None:
         if self.adapter_name not in router.layers:
             return
-        placed = self._place(router.blocks, h, call)
+        selection, rows = self._pick(router.blocks, h, call)
         if router.path not in self.tokens:
-            self._allocate(router.blocks, h, h.dtype if placed.selection.pool is None else torch.float32)
-        if placed.rows.shape[0] == 0:
-            return
-        if placed.selection.pool is not None:
-            h = pool_rows(h, placed.selection.mask, placed.selection.pool)
-        store = self.tokens[router.path]
-        states = h.detach().reshape(-1, h.shape[-1]).index_select(0, placed.rows)
-        # without a copy where the sample lies beside the model: the slots are there already
-        store.index_copy_(0, placed.slots.to(store.device), states.to(store.device))
+            self._allocate(router.blocks, h, h.dtype if selection.pool is None else torch.float32)
+        if selection.pool is not None:
+            h = pool_rows(h, selection.mask, selection.pool)
+        end = self.kept[id(router.blocks)]
+        states = h.detach().reshape(-1, h.shape[-1]).index_select(0, rows)
+        self.tokens[router.path][end - rows.shape[0] : end].copy_(states)
 
-    def _place(self, blocks: BlockList, h: torch.Tensor, call: BlocksCall) -> _Placed:
-        """Selection and picks are those of the batch: blocks after the first of a group on a device look them up."""
+    def _pick(self, blocks: BlockList, h: Tensor, call: BlocksCall) -> tuple[Selection, Tensor]:
+        """The selection of this batch, and the rows [n] of its flat states that are kept: the next real ones.
+
+        Blocks after the first of a group on a device look both up.
+        """
         shape = (h.shape[0], h.shape[1])
         key = (id(blocks), shape, h.device)
         if key not in self._placed:
             selection = select(call.inputs(shape, h.device), self.config.granularity, self.config.sequence_token)
             if id(blocks) not in self._picks:
-                total = shape[0] if selection.pool is not None else shape[0] * shape[1]
-                self._picks[id(blocks)] = self._pick(blocks, selection.queries, total)
-            rows, slots = self._picks[id(blocks)]
-            self._placed[key] = _Placed(selection, _sent(rows, h.device), _sent(slots, h.device))
+                total, queries = shape[0] if selection.pool is not None else shape[0] * shape[1], selection.queries
+                real = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
+                before = self.kept.get(id(blocks), 0)
+                rows = self._picks[id(blocks)] = real[: self.capacity - before]
+                self.kept[id(blocks)] = before + rows.shape[0]
+            self._placed[key] = selection, _sent(self._picks[id(blocks)], h.device)
         return self._placed[key]
 
-    def sample(self, router: BlockRouter) -> torch.Tensor:
+    def sample(self, router: BlockRouter) -> Tensor:
         """The kept states of a block, [N, D]."""
         return self.tokens[router.path][: self.kept[id(router.blocks)]]
 
-    def _allocate(self, blocks: BlockList, h: torch.Tensor, dtype: torch.dtype) -> None:
-        """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time."""
+    def _allocate(self, blocks: BlockList, h: Tensor, dtype: torch.dtype) -> None:
+        """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time.
+
+        It lies beside the model if it takes less than half of the free memory there, else in main memory.
+        """
         paths = [router.path for router in blocks.routers.values() if self.adapter_name in router.layers]
-        shape = (len(paths), self.capacity, h.shape[-1])
-        store = torch.zeros(shape, dtype=dtype, device=_storage_device(shape, h.device, dtype))
-        self.tokens.update(zip(paths, store, strict=True))
+        shape, device = (len(paths), self.capacity, h.shape[-1]), h.device
+        if device.type == "cuda" and math.prod(shape) * dtype.itemsize >= torch.cuda.mem_get_info(device)[0] / 2:
+            device = torch.device("cpu")
+        self.tokens.update(zip(paths, torch.zeros(shape, dtype=dtype, device=device), strict=True))
 
     def full(self) -> bool:
         return bool(self.kept) and all(kept == self.capacity for kept in self.kept.values())
-
-    def _pick(self, blocks: BlockList, queries: torch.Tensor | None, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self.kept.get(id(blocks), 0)
-        real = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
-        rows = real[: self.capacity - first]
-        self.kept[id(blocks)] = first + rows.shape[0]
-        return rows, torch.arange(first, first + rows.shape[0])
 
 
 @torch.no_grad()
@@ -147,13 +132,13 @@ def collect(
 
 def _forward_inputs(base: nn.Module, batch: Any, device: torch.device) -> dict[str, Any]:
     """The tensors of a batch, on the model's device, with as few logits asked for as the model allows."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         batch = {"input_ids": batch}
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"initialize_centers got a batch of type {type(batch).__name__}: batches are dicts of tensors."
         )
-    inputs: dict[str, Any] = {key: value.to(device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    inputs: dict[str, Any] = {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
     parameters = inspect.signature(base.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         inputs = {k: v for k, v in inputs.items() if k in parameters or k in ("task_ids", "prompt_lengths")}
@@ -181,14 +166,6 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = disabled
 
 
-def _storage_device(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.device:
-    """Beside the model if the sample takes less than half of the free memory there, else in main memory."""
-    if device.type != "cuda":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if math.prod(shape) * dtype.itemsize < free / 2 else torch.device("cpu")
-
-
-def _sent(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _sent(indices: Tensor, device: torch.device) -> Tensor:
     """The indices there. To a GPU from pinned memory: a copy from other memory waits for all work in the queue."""
     return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)

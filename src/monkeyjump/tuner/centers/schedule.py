@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.routing.ema import committed, is_due
+from monkeyjump.routing.centroid import committed, is_due
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.ops.lowrank import Frozen
 
@@ -56,20 +56,20 @@ def managed(model: nn.Module) -> bool:
     return sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def _alone(tensor: torch.Tensor) -> bool:
+def _alone(tensor: Tensor) -> bool:
     plain = type(tensor) is nn.Parameter and not tensor.requires_grad and tensor.is_contiguous()
     return plain and not tensor.is_meta and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @torch.no_grad()
-def _joined(tensors: Sequence[Any]) -> torch.Tensor:
+def _joined(tensors: Sequence[Any]) -> Tensor:
     joined = torch.cat([tensor.data for tensor in tensors])
     for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
         tensor.data = part
     return joined
 
 
-def _lies_in(joined: torch.Tensor, parts: Sequence[Any]) -> bool:
+def _lies_in(joined: Tensor, parts: Sequence[Any]) -> bool:
     start = joined.data_ptr()
     for part in parts:
         if part.data_ptr() != start or part.dtype != joined.dtype:

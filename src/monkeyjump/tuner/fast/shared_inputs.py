@@ -8,18 +8,18 @@ is drawn once for a forward.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters.base import fits_tokens
 from monkeyjump.adapters.lora import LoraAdapter
 from monkeyjump.ops import dispatch
 from monkeyjump.ops.lowrank import MOST_SEEDS, GateColumns
 from monkeyjump.tuner.call import MadeAhead, ModelCall, running
+from monkeyjump.tuner.module_paths import CROSS_ATTENTION
 from monkeyjump.tuner.recomputation import refuse_unknown_recomputation
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ SIBLINGS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-# Cross-attention reads its keys and values from elsewhere than its queries.
-CROSS_ATTENTION = re.compile(r"(EncDecAttention|encoder_attn|cross_?att(n|ention))", re.IGNORECASE)
 
 
 class SharedInput:
@@ -53,11 +51,11 @@ class SharedInput:
         self.apart = False  # whether some member was seen to read another tensor
         self.packs = True  # whether the weights may be put side by side
         self.traceable = False  # whether a compiler may take the group for granted
-        self.given: torch.Tensor | None = None  # the seed of the forward that runs, where compiled blocks look for it
+        self.given: Tensor | None = None  # the seed of the forward that runs, where compiled blocks look for it
         self._packed: PackedWeights | None = None
-        self._traced: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None  # a tensor and the outputs for it
+        self._traced: tuple[Tensor, dict[int, Tensor]] | None = None  # a tensor and the outputs for it
 
-    def output(self, layer: MonkeyJumpLayer, x: torch.Tensor) -> torch.Tensor | None:
+    def output(self, layer: MonkeyJumpLayer, x: Tensor) -> Tensor | None:
         """The output of this projection, adapter included; None if it has to be computed by itself."""
         place, call = layer.places[self.adapter_name], running().call
         if self.members[place] is not layer or not dispatch.uses_kernels(x):  # replicas are no members
@@ -72,7 +70,7 @@ class SharedInput:
                 ahead.group.apart = True  # its other members read something else, or were not called
         alone = self.apart or call is None or len(self.members) == 1
         members = [layer] if alone else self.members
-        if not self._computable(members, x.dtype):
+        if not all(_computable(member, self.adapter_name, x.dtype) for member in members):
             return None
         ys = self._outputs(x, members, self.seed(x.device))
         if ys is None or alone or call is None:
@@ -82,7 +80,7 @@ class SharedInput:
         call.ahead = MadeAhead(self, x, _version(x), outputs)
         return y
 
-    def traced_output(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
+    def traced_output(self, place: int, x: Tensor) -> Tensor | None:
         """The same for a compiler. What is kept between two projections is part of one graph and leaves nothing."""
         if not self.traceable or not dispatch.uses_kernels(x):
             return None
@@ -97,7 +95,7 @@ class SharedInput:
         self._traced = (x, outputs) if outputs else None  # or the compiled graph would hand them out
         return y
 
-    def seed(self, device: torch.device) -> torch.Tensor | None:
+    def seed(self, device: torch.device) -> Tensor | None:
         """The seed of this forward's dropout mask; None where there is none, or the op is to draw one."""
         first, call = self.first(), running().call
         if not first.training or not first.dropout:
@@ -118,17 +116,12 @@ class SharedInput:
     def prepare(self) -> None:
         """Find out whether a compiler may trace this group: called before it does."""
         weights: list[Any] = [getattr(member.base_layer, "weight", None) for member in self.members]
-        usable = all(isinstance(weight, torch.Tensor) and dispatch.uses_kernels(weight) for weight in weights)
+        usable = all(isinstance(weight, Tensor) and dispatch.uses_kernels(weight) for weight in weights)
         alike = usable and len({weight.dtype for weight in weights}) == 1 and not self.apart
-        alike = alike and self._computable(self.members, weights[0].dtype)
+        alike = alike and all(_computable(member, self.adapter_name, weights[0].dtype) for member in self.members)
         self.traceable = alike and (len(self.members) == 1 or self._together() is not None)
 
-    def _computable(self, members: Iterable[MonkeyJumpLayer], dtype: torch.dtype) -> bool:
-        return all(_computable(member, self.adapter_name, dtype) for member in members)
-
-    def _outputs(
-        self, x: torch.Tensor, members: list[MonkeyJumpLayer], seed: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...] | None:
+    def _outputs(self, x: Tensor, members: list[MonkeyJumpLayer], seed: Tensor | None) -> tuple[Tensor, ...] | None:
         """The outputs of some members; None if their gates do not fit together."""
         from monkeyjump.ops.gated_lora import Projection, grouped_lora
 
@@ -175,16 +168,16 @@ class Seeds:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._tables: dict[torch.device, torch.Tensor] = {}
-        self._rows: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+        self._tables: dict[torch.device, Tensor] = {}
+        self._rows: dict[torch.device, tuple[Tensor, ...]] = {}
 
-    def table(self, device: torch.device) -> torch.Tensor:
+    def table(self, device: torch.device) -> Tensor:
         """[groups, 2], of which the first column counts: every seed begins where a compiler expects a tensor to."""
         if device not in self._tables:
             self._tables[device] = torch.randint(MOST_SEEDS, (self.number, 2), device=device)
         return self._tables[device]
 
-    def rows(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def rows(self, device: torch.device) -> tuple[Tensor, ...]:
         if device not in self._rows:
             self._rows[device] = self.table(device)[:, 0].unbind()
         return self._rows[device]
@@ -267,7 +260,7 @@ class SharedInputs:
             group.index = index
 
 
-def _version(x: torch.Tensor) -> int:
+def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 

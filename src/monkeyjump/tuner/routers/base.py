@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops.lowrank import GateColumns
-from monkeyjump.tuner.block_inputs import expanded_rows, hidden_states
-from monkeyjump.tuner.call import BlocksCall, running
+from monkeyjump.tuner.call import BlocksCall, expanded_rows, hidden_states, running
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.recomputation import refuse_unknown_recomputation
@@ -78,7 +76,7 @@ class BlockRouter:
         """Whether the states that enter the block are wanted even while no adapter is active."""
         return False
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         """Put the gates of the active adapters for the states h [B, T, D] into the call."""
         raise NotImplementedError
 
@@ -91,11 +89,11 @@ class BlockRouter:
             call.alone = True
         return call
 
-    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def gate(self, adapter_name: str, position: int, x: Tensor) -> Tensor:
         """The gate of the tokens of x, [..., 1]."""
         return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> GateColumns | list[torch.Tensor]:
+    def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> GateColumns | list[Tensor]:
         """The gates of projections that read the same x, as columns of one tensor where they are."""
         wide = self._fitted(self._gates_of(adapter_name), x, adapter_name, positions[0])
         return GateColumns(wide, tuple(positions), 1)
@@ -104,12 +102,10 @@ class BlockRouter:
         """Whether `observe` wants to see the projections of this adapter."""
         return False
 
-    def observe(
-        self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
-    ) -> None:
+    def observe(self, adapter_name: str, position: int, x: Tensor, base: Tensor, gate: Tensor) -> None:
         """Called after a routed projection, with its input, frozen output and gate: for losses on what experts do."""
 
-    def _gates_of(self, adapter_name: str) -> torch.Tensor:
+    def _gates_of(self, adapter_name: str) -> Tensor:
         call = running().blocks
         if call is None or adapter_name not in call.gates:
             raise self._outside()
@@ -121,7 +117,7 @@ class BlockRouter:
             "the gates."
         )
 
-    def _fitted(self, gate: torch.Tensor, x: torch.Tensor, adapter_name: str, position: int) -> torch.Tensor:
+    def _fitted(self, gate: Tensor, x: Tensor, adapter_name: str, position: int) -> Tensor:
         """Gates [B, T or 1, G] in the leading shape of x: [..., G]."""
         shape = self.call().shape
         if x.dim() == 2 and gate.dim() == 3:  # a module that flattens its tokens
@@ -136,7 +132,7 @@ class BlockRouter:
             )
         return gate.to(x.device)
 
-    def _task_ids(self, call: BlocksCall, h: torch.Tensor) -> torch.Tensor | None:
+    def _task_ids(self, call: BlocksCall, h: Tensor) -> Tensor | None:
         """The task of every row of h [B, 1], or of every token of packed rows [B, T]; None where nobody has told."""
         if call.call.task_ids is None:
             return None

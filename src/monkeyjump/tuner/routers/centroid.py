@@ -6,12 +6,11 @@ Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.centroid import Decision, Staged, decide, shuffled_gates, task_gates, uniform_gates
-from monkeyjump.tuner.block_inputs import expanded_rows
-from monkeyjump.tuner.call import BlocksCall
+from monkeyjump.routing.centroid import Staged, decide, shuffled_gates, task_gates, uniform_gates
+from monkeyjump.tuner.call import BlocksCall, expanded_rows
 from monkeyjump.tuner.routers.base import BlockRouter
 
 
@@ -21,7 +20,7 @@ class CentroidRouter(BlockRouter):
     def collects(self) -> bool:
         return self.blocks.context.collector is not None
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         collector, trace = self.blocks.context.collector, self.blocks.context.trace
         if collector is not None:
             collector.observe(self, h, call)
@@ -39,22 +38,28 @@ class CentroidRouter(BlockRouter):
                 mask = call.real_tokens(call.shape, h.device)
                 trace.record(self.key, name, self.names[name], gates.expand(*call.shape, -1), mask)
 
-    def _decided(self, name: str, h: torch.Tensor, training: bool, call: BlocksCall) -> torch.Tensor:
+    def _decided(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config, layers = self.configs[name], self.layers[name]
         if config.router == "uniform":
             return uniform_gates(h, len(layers), config)
         if config.granularity == "task":
-            return self._task_gates(config, len(layers), h, call)
+            task_ids = self._task_ids(call, h)
+            if task_ids is None:
+                raise ConfigError(
+                    "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
+                    "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
+                )
+            return task_gates(task_ids, len(layers), config)
         if config.granularity == "sequence" and call.kept is not None and (self.path, name) in call.kept:
             gates = expanded_rows(call.kept[self.path, name], h.shape[0])
             call.fresh[self.path, name] = gates
             return gates
-        decision = self._route(name, h, training, call)
+        gates = self._route(name, h, training, call)
         if config.granularity == "sequence" and not training:
-            call.fresh[self.path, name] = decision.gates[:, -1:]
-        return decision.gates
+            call.fresh[self.path, name] = gates[:, -1:]
+        return gates
 
-    def _route(self, name: str, h: torch.Tensor, training: bool, call: BlocksCall) -> Decision:
+    def _route(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config, layers = self.configs[name], self.layers[name]
         centers = [layer.monkeyjump_center[name] for layer in layers]
         if h.shape[-1] != centers[0].shape[0]:
@@ -63,31 +68,13 @@ class CentroidRouter(BlockRouter):
                 f"{name!r} have width {centers[0].shape[0]}: the block list does not carry the model's hidden state."
             )
         mean = layers[0].monkeyjump_mean[name] if config.route_space == "centered" else None
-        decision = decide(
-            h.detach().to(centers[0].device),
-            centers,
-            mean,
-            call.selection(name, config, call.shape, h.device),
-            config,
-            training=training,
-            into=self._staged(name) if call.staging and call.statistics else None,
-        )
+        staged = None
+        if call.staging and call.statistics:
+            sums = [layer.monkeyjump_staged_sum[name] for layer in layers]
+            staged = Staged(sums, [layer.monkeyjump_staged_count[name] for layer in layers])
+        selection = call.selection(name, config, call.shape, h.device)
+        h = h.detach().to(centers[0].device)
+        gates = decide(h, centers, mean, selection, config, training=training, into=staged)
         if config.router == "shuffled":
-            decision.gates = shuffled_gates(decision.gates, call.real_tokens(call.shape, h.device))
-        return decision
-
-    def _staged(self, name: str) -> Staged:
-        layers = self.layers[name]
-        return Staged(
-            [layer.monkeyjump_staged_sum[name] for layer in layers],
-            [layer.monkeyjump_staged_count[name] for layer in layers],
-        )
-
-    def _task_gates(self, config: MonkeyJumpConfig, experts: int, h: torch.Tensor, call: BlocksCall) -> torch.Tensor:
-        task_ids = self._task_ids(call, h)
-        if task_ids is None:
-            raise ConfigError(
-                "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
-                "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
-            )
-        return task_gates(task_ids, experts, config)
+            gates = shuffled_gates(gates, call.real_tokens(call.shape, h.device))
+        return gates

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops.lowrank import GateColumns
+from monkeyjump.routing import learned
 from monkeyjump.routing.centroid import uniform_gates
-from monkeyjump.routing.contrast import contrastive_loss, sample_tokens
-from monkeyjump.routing.learned import LearnedDecision, decide_together, load_and_probability
+from monkeyjump.routing.learned import LearnedDecision
 from monkeyjump.tuner.call import BlocksCall
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
@@ -60,7 +60,7 @@ class LearnedRouterOfBlock(BlockRouter):
                 del self.statements[name, position]
         super().forget(adapter_name)
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         wanted = training or self.blocks.context.trace is not None
         call.mask = call.real_tokens(call.shape, h.device) if wanted else None
         for name in active:
@@ -71,13 +71,13 @@ class LearnedRouterOfBlock(BlockRouter):
             elif not routes_alone(config) and config.learned.router_input == "block":
                 call.gates[name] = self._decide_learned(name, BLOCK, h)
 
-    def after_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def after_norm(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         """The gates of routers that read the block's input after its first norm."""
         for name in self.active():
             if self.configs[name].learned.router_input == "norm":
                 self.call().gates[name] = self._decide_learned(name, BLOCK, output)
 
-    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def gate(self, adapter_name: str, position: int, x: Tensor) -> Tensor:
         """The gate of the tokens of x: [..., 1] where the projection is one expert, [..., N] where it holds N."""
         config = self.configs[adapter_name]
         if routes_alone(config):
@@ -86,14 +86,14 @@ class LearnedRouterOfBlock(BlockRouter):
             return super().gate(adapter_name, position, x)
         return self._fitted(self._gates_of(adapter_name), x, adapter_name, position)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> GateColumns | list[torch.Tensor]:
+    def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> GateColumns | list[Tensor]:
         if not routes_alone(self.configs[adapter_name]):
             if self.configs[adapter_name].placement == "block":
                 return super().gate_all(adapter_name, positions, x)
             wide = self.gate(adapter_name, positions[0], x)  # the experts of every projection have the same gates
             return GateColumns(wide, (0,) * len(positions), wide.shape[-1])
         routers: list[Any] = [self.layers[adapter_name][p].monkeyjump_router[adapter_name] for p in positions]
-        decision = decide_together(routers, x)
+        decision = learned.decide_together(routers, x)
         if decision is None:
             return [self.gate(adapter_name, position, x) for position in positions]
         if self.layers[adapter_name][positions[0]].training:
@@ -115,9 +115,7 @@ class LearnedRouterOfBlock(BlockRouter):
     def observes(self, adapter_name: str) -> bool:
         return self.configs[adapter_name].contrastive_weight > 0
 
-    def observe(
-        self, adapter_name: str, position: int, x: torch.Tensor, base: torch.Tensor, gate: torch.Tensor
-    ) -> None:
+    def observe(self, adapter_name: str, position: int, x: Tensor, base: Tensor, gate: Tensor) -> None:
         """Stage the contrastive loss between the experts of one projection."""
         config, layer, call = self.configs[adapter_name], self.layers[adapter_name][position], self.call()
         if config.contrastive_weight == 0 or not layer.training or not self._with_gradients(config, call):
@@ -129,14 +127,14 @@ class LearnedRouterOfBlock(BlockRouter):
         mask = self._fitted_mask(x, call)
         if mask is not None:
             used = used & mask.flatten().unsqueeze(-1)
-        picked = sample_tokens(x.shape[0], experts, mask, x.device)
+        picked = learned.sample_tokens(x.shape[0], experts, mask, x.device)
         if picked is not None:
             x, base, used = x[picked], base[picked], used[picked]
-        loss = contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
+        loss = learned.contrastive_loss(layer.monkeyjump_adapter[adapter_name].expert_outputs(x, base), used)  # type: ignore[operator]
         if call.staging:
-            self.statements[adapter_name, position].stage_contrastive(loss)
+            self.statements[adapter_name, position].contrastive = loss
 
-    def _decide_learned(self, name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def _decide_learned(self, name: str, position: int, x: Tensor) -> Tensor:
         """The gates for x by the router of a position, which for a whole block hangs on its first projection."""
         layer = self.layers[name][max(position, 0)]
         config, router = self.configs[name], layer.monkeyjump_router[name]
@@ -151,7 +149,7 @@ class LearnedRouterOfBlock(BlockRouter):
         return decision.gates
 
     def _note(
-        self, name: str, position: int, x: torch.Tensor, decision: LearnedDecision, counted: list[MonkeyJumpLayer]
+        self, name: str, position: int, x: Tensor, decision: LearnedDecision, counted: list[MonkeyJumpLayer]
     ) -> None:
         """What a decision leaves behind: its balance loss, the tokens of its experts, an entry in the trace."""
         call = self.call()
@@ -163,12 +161,7 @@ class LearnedRouterOfBlock(BlockRouter):
 
     @torch.no_grad()
     def _count_tokens(
-        self,
-        name: str,
-        layers: list[MonkeyJumpLayer],
-        chosen: torch.Tensor,
-        mask: torch.Tensor | None,
-        call: BlocksCall,
+        self, name: str, layers: list[MonkeyJumpLayer], chosen: Tensor, mask: Tensor | None, call: BlocksCall
     ) -> None:
         """Tell AdaLoRA's experts, once the forward has finished, how many of the real tokens they got."""
         if call.staging and (self.configs[name].adapter_options or {}).get("score_per_token"):
@@ -183,27 +176,20 @@ class LearnedRouterOfBlock(BlockRouter):
                     call.counted.append((adapter, counts))
 
     def _stage_balance(
-        self,
-        name: str,
-        positions: Sequence[int],
-        decision: LearnedDecision,
-        mask: torch.Tensor | None,
-        call: BlocksCall,
+        self, name: str, positions: Sequence[int], decision: LearnedDecision, mask: Tensor | None, call: BlocksCall
     ) -> None:
         """Stage the loads and probabilities of one router, or of several that lie side by side in the decision."""
-        staging, config = call.staging, self.configs[name]
-        statements, shape = [self.statements[name, position] for position in positions], (len(positions), -1)
+        config, shape, probability = self.configs[name], (len(positions), -1), None
         if config.learned.aux_loss_weight > 0 and self._with_gradients(config, call):
-            load, probability = load_and_probability(decision, mask)
-            if staging:
-                own = zip(statements, load.view(shape).unbind(), probability.view(shape).unbind(), strict=True)
-                for statement, f, p in own:
-                    statement.stage_balance(f, p)
-        elif staging:
+            load, probability = learned.load_and_probability(decision, mask)
+        elif call.staging:
             with torch.no_grad():
-                load = load_and_probability(decision, mask)[0]
-            for statement, f in zip(statements, load.view(shape).unbind(), strict=True):
-                statement.stage_load(f)
+                load, _ = learned.load_and_probability(decision, mask)
+        if call.staging:
+            shares = [None] * len(positions) if probability is None else probability.view(shape).unbind()
+            for position, f, p in zip(positions, load.view(shape).unbind(), shares, strict=True):
+                statement = self.statements[name, position]
+                statement.load, statement.probability = f.detach(), p
 
     def _with_gradients(self, config: MonkeyJumpConfig, call: BlocksCall) -> bool:
         """Whether a loss on this pass can be trained; reentrant checkpointing hides the first pass from autograd."""
@@ -216,7 +202,7 @@ class LearnedRouterOfBlock(BlockRouter):
             )
         return torch.is_grad_enabled()
 
-    def _fitted_mask(self, x: torch.Tensor, call: BlocksCall) -> torch.Tensor | None:
+    def _fitted_mask(self, x: Tensor, call: BlocksCall) -> Tensor | None:
         """The mask in the leading shape of x, which may be flattened."""
         mask = call.mask
         if mask is None:
@@ -228,7 +214,7 @@ class LearnedRouterOfBlock(BlockRouter):
             )
         return mask.reshape(x.shape[:-1]).to(x.device)
 
-    def _trace(self, name: str, position: int, gates: torch.Tensor, call: BlocksCall) -> None:
+    def _trace(self, name: str, position: int, gates: Tensor, call: BlocksCall) -> None:
         trace = self.blocks.context.trace
         if trace is not None and not call.recomputing:
             own = self.configs[name].placement == "block"

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.learned import LearnedDecision
-from monkeyjump.tuner.block_inputs import hidden_states
-from monkeyjump.tuner.call import BlocksCall, running
+from monkeyjump.tuner.call import BlocksCall, hidden_states, running
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.routers.learned import BLOCK, LearnedRouterOfBlock
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
 class Slots:
     """One call of a feed-forward: K copies of its rows, the expert of every copy and its weight."""
 
-    source: torch.Tensor  # [..., D], what the feed-forward was called with
-    repeated: torch.Tensor  # [K * B, T, D], what it goes on with
-    experts: torch.Tensor  # [K, ..., N] one-hot
-    weights: torch.Tensor  # [K, ..., 1] fp32, sum 1 over K
+    source: Tensor  # [..., D], what the feed-forward was called with
+    repeated: Tensor  # [K * B, T, D], what it goes on with
+    experts: Tensor  # [K, ..., N] one-hot
+    weights: Tensor  # [K, ..., 1] fp32, sum 1 over K
 
 
-def open_slots(x: torch.Tensor, decision: LearnedDecision, k: int) -> Slots:
+def open_slots(x: Tensor, decision: LearnedDecision, k: int) -> Slots:
     """Repeat the rows of x once for each of the k experts that its tokens have chosen, in the order of the experts."""
     place = decision.chosen.long().cumsum(-1)
     slot = torch.arange(1, k + 1, device=place.device).view(k, *[1] * place.dim())
@@ -56,7 +55,7 @@ def open_slots(x: torch.Tensor, decision: LearnedDecision, k: int) -> Slots:
     )
 
 
-def close_slots(slots: Slots, output: torch.Tensor) -> torch.Tensor:
+def close_slots(slots: Slots, output: Tensor) -> Tensor:
     """sum_k w_k y_k, formed as y_1 + sum_{k > 1} w_k (y_k - y_1).
 
     The weights sum to 1, so this is the same; and copies that agree, as all do at the start, give exactly their value.
@@ -69,11 +68,11 @@ def close_slots(slots: Slots, output: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _for_every_copy(value: Any, x: torch.Tensor, slots: Slots) -> Any:
+def _for_every_copy(value: Any, x: Tensor, slots: Slots) -> Any:
     """The repeated rows for x; other values per token, such as a residual that the module adds, repeated too."""
     if value is x:
         return slots.repeated
-    if not isinstance(value, torch.Tensor) or value.shape[: x.dim() - 1] != x.shape[:-1]:
+    if not isinstance(value, Tensor) or value.shape[: x.dim() - 1] != x.shape[:-1]:
         return value
     return value.repeat(slots.weights.shape[0], *[1] * (value.dim() - 1))
 
@@ -101,7 +100,7 @@ class FeedForwardExperts(LearnedRouterOfBlock):
                     layer.register_forward_hook(self.after_projection),
                 ]
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         """The experts are chosen where the feed-forward is entered; the mask is known here."""
         call.mask = call.real_tokens(call.shape, h.device)
 
@@ -118,28 +117,24 @@ class FeedForwardExperts(LearnedRouterOfBlock):
                 "call model.set_adapter with one of them."
             )
         x = hidden_states(args, kwargs, self.feed_forward)
-        decision = self._decision(active[0], x)
-        config, experts = self.configs[active[0]], decision.gates.shape[-1]
-        k = config.top_k or experts if config.learns_router else experts
+        name, experts = active[0], self.experts[active[0]]
+        if self.configs[name].learns_router:
+            decision: LearnedDecision = self.layers[name][0].monkeyjump_router[name](x)
+            self._note(name, BLOCK, x, decision, self.layers[name])
+            k = self.configs[name].top_k or experts
+        else:  # the control: every expert, each with the same weight
+            gates = torch.full((*x.shape[:2], experts), 1 / experts, device=x.device)
+            decision, k = LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool)), experts
         slots = call.slots = open_slots(x, decision, k)
         given = [_for_every_copy(value, x, slots) for value in args]
         return tuple(given), {name: _for_every_copy(value, x, slots) for name, value in kwargs.items()}
-
-    def _decision(self, name: str, x: torch.Tensor) -> LearnedDecision:
-        config, layer = self.configs[name], self.layers[name][0]
-        if not config.learns_router:  # the control: every expert, each with the same weight
-            gates = torch.full((*x.shape[:2], self.experts[name]), 1 / self.experts[name], device=x.device)
-            return LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool))
-        decision: LearnedDecision = layer.monkeyjump_router[name](x)
-        self._note(name, BLOCK, x, decision, self.layers[name])
-        return decision
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         slots = self._slots()
         if slots is None:
             return None
         self.call().slots = None
-        if not isinstance(output, torch.Tensor) or output.shape != slots.repeated.shape:
+        if not isinstance(output, Tensor) or output.shape != slots.repeated.shape:
             raise ConfigError(
                 f"feed-forward {self.feed_forward!r} does not return one state per token, of the width it was given: "
                 "it cannot carry whole feed-forward experts; use placement='projection'."
@@ -159,16 +154,16 @@ class FeedForwardExperts(LearnedRouterOfBlock):
             return (slots.source, *args[1:])
         return None
 
-    def after_projection(self, layer: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
+    def after_projection(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         slots = self._slots()
         if slots is None or args[0] is not slots.source:
             return None
         return output.expand(slots.weights.shape[0], *slots.source.shape[:-1], -1).flatten(0, 1)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+    def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> list[Tensor]:
         return [self.gate(adapter_name, position, x) for position in positions]
 
-    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def gate(self, adapter_name: str, position: int, x: Tensor) -> Tensor:
         """Which expert each row of x belongs to: [K, ..., N] for the input of the feed-forward, else [K * B, T, N]."""
         slots = self._slots()
         if slots is None:

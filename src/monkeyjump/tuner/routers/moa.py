@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.tuner.block_inputs import hidden_states
-from monkeyjump.tuner.call import running
+from monkeyjump.tuner.call import hidden_states, running
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
@@ -62,7 +60,7 @@ class MoaRouter(LearnedRouterOfBlock):
         gates = {} if call is None else call.gates
         return [name for name in self.active() if kind in self.extras[name] and name in gates]
 
-    def _gate_of(self, name: str, kind: str) -> torch.Tensor:
+    def _gate_of(self, name: str, kind: str) -> Tensor:
         return self.call().gates[name][..., self.extras[name][kind], None]
 
     def beside_feed_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -72,7 +70,7 @@ class MoaRouter(LearnedRouterOfBlock):
             output = output + bottleneck(x, self._gate_of(name, "parallel").to(x.device)).to(output.dtype)
         return output
 
-    def after_query(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def after_query(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         if self._with("prompt"):
             self.call().queries = output
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.routing.granularity import row_weights
 from monkeyjump.routing.more_ranks import RankSelector
-from monkeyjump.tuner.block_inputs import expanded_rows
-from monkeyjump.tuner.call import BlocksCall, running
+from monkeyjump.tuner.call import BlocksCall, expanded_rows, running
 from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
 
 
@@ -30,14 +29,14 @@ from monkeyjump.tuner.routers.learned import LearnedRouterOfBlock
 class RowTasks:
     """What one forward of a block knows about the tasks of its rows."""
 
-    task_ids: torch.Tensor | None  # int64 [B, 1], or [B, T] for packed rows; None: the nearest
-    weights: torch.Tensor | None  # [B, T], see `row_weights`; None where no state is needed
+    task_ids: Tensor | None  # int64 [B, 1], or [B, T] for packed rows; None: the nearest
+    weights: Tensor | None  # [B, T], see `row_weights`; None where no state is needed
 
 
 class MoreRouter(LearnedRouterOfBlock):
     """The tasks of the rows that enter one block, turned into the ranks that its projections use."""
 
-    def decide(self, active: list[str], h: torch.Tensor, training: bool, call: BlocksCall) -> None:
+    def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
         for name in active:
             call.tasks[name] = self._tasks(self.configs[name], h, call)
 
@@ -48,10 +47,10 @@ class MoreRouter(LearnedRouterOfBlock):
             for name in self.layers:
                 call.tasks.pop(name, None)
 
-    def gate_all(self, adapter_name: str, positions: list[int], x: torch.Tensor) -> list[torch.Tensor]:
+    def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> list[Tensor]:
         return [self.gate(adapter_name, position, x) for position in positions]
 
-    def gate(self, adapter_name: str, position: int, x: torch.Tensor) -> torch.Tensor:
+    def gate(self, adapter_name: str, position: int, x: Tensor) -> Tensor:
         """The factor on every rank for the rows of x: [B, 1, R], or [B, T, R] for packed rows."""
         call = self.call()
         if adapter_name not in call.tasks:
@@ -71,7 +70,7 @@ class MoreRouter(LearnedRouterOfBlock):
     def observe(self, *args: Any) -> None:
         """Nothing more to learn from a projection's output."""
 
-    def _tasks(self, config: MonkeyJumpConfig, h: torch.Tensor, call: BlocksCall) -> RowTasks:
+    def _tasks(self, config: MonkeyJumpConfig, h: Tensor, call: BlocksCall) -> RowTasks:
         task_ids = self._task_ids(call, h)
         if task_ids is None:
             if call.staging:
@@ -97,9 +96,7 @@ class MoreRouter(LearnedRouterOfBlock):
             weights = row_weights(call.inputs(call.shape, h.device), config.more.task_rep)
         return RowTasks(task_ids.long(), weights)
 
-    def _nearest(
-        self, name: str, position: int, selector: RankSelector, x: torch.Tensor, call: BlocksCall
-    ) -> torch.Tensor:
+    def _nearest(self, name: str, position: int, selector: RankSelector, x: Tensor, call: BlocksCall) -> Tensor:
         """The task of each row by its state, [B, 1]; decided on the prompt, then kept."""
         config, key = self.configs[name], (self._key_of(name, position), name)
         if call.kept is not None and key in call.kept:
@@ -111,12 +108,19 @@ class MoreRouter(LearnedRouterOfBlock):
                     f"embeddings cannot be compared with states of width {x.shape[-1]}: pass task_ids, or set "
                     "task_width=None."
                 )
-            self._say_so(name)
+            if name not in self.blocks.told and not torch.compiler.is_compiling():
+                self.blocks.told.add(name)
+                warnings.warn(
+                    f"adapter {name!r} routes by task but got no `task_ids`: each projection uses the task whose "
+                    "embedding is nearest to the prompt. Pass task_ids (one per row) to decide yourself.",
+                    MonkeyJumpWarning,
+                    stacklevel=2,
+                )
             task_ids = selector.task_logits(self._row_state(name, x, call)).argmax(-1, keepdim=True)
         call.fresh[key] = task_ids
         return task_ids
 
-    def _row_state(self, name: str, x: torch.Tensor, call: BlocksCall) -> torch.Tensor:
+    def _row_state(self, name: str, x: Tensor, call: BlocksCall) -> Tensor:
         """The state that stands for each row, fp32 [B, D]."""
         weights = call.tasks[name].weights
         assert weights is not None
@@ -132,9 +136,7 @@ class MoreRouter(LearnedRouterOfBlock):
         x = x.masked_fill(~real, 0.0).to(torch.promote_types(x.dtype, torch.float32))
         return torch.einsum("bt,btd->bd", weights.to(x), x)
 
-    def _stage_task_loss(
-        self, name: str, position: int, selector: RankSelector, x: torch.Tensor, call: BlocksCall
-    ) -> None:
+    def _stage_task_loss(self, name: str, position: int, selector: RankSelector, x: Tensor, call: BlocksCall) -> None:
         """Cross-entropy of the row's state against the true task, the authors' contrastive loss."""
         task_ids = call.tasks[name].task_ids
         if not self._with_gradients(self.configs[name], call):
@@ -142,14 +144,4 @@ class MoreRouter(LearnedRouterOfBlock):
         logits = selector.task_logits(self._row_state(name, x, call))
         loss = F.cross_entropy(logits, task_ids.squeeze(1).to(logits.device))
         if call.staging:
-            self.statements[name, position].stage_contrastive(loss)
-
-    def _say_so(self, name: str) -> None:
-        if name not in self.blocks.told and not torch.compiler.is_compiling():
-            self.blocks.told.add(name)
-            warnings.warn(
-                f"adapter {name!r} routes by task but got no `task_ids`: each projection uses the task whose embedding "
-                "is nearest to the prompt. Pass task_ids (one per row) to decide yourself.",
-                MonkeyJumpWarning,
-                stacklevel=2,
-            )
+            self.statements[name, position].contrastive = loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.adapters import Adapter
 from monkeyjump.config import MonkeyJumpConfig
@@ -21,13 +21,13 @@ def active_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
                     yield name, layer.monkeyjump_adapter[name]  # type: ignore[misc]
 
 
-def auxiliary_loss(model: nn.Module) -> torch.Tensor | None:
+def auxiliary_loss(model: nn.Module) -> Tensor | None:
     """The weighted mean of the adapters' regularisers, or None when there are none."""
     alike: dict[tuple, list[Adapter]] = {}
     for name, adapter in active_adapters(model):
         device = next((parameter.device for parameter in adapter.parameters()), None)
         alike.setdefault((name, type(adapter), device), []).append(adapter)
-    found: dict[str, list[tuple[torch.Tensor, int]]] = {}
+    found: dict[str, list[tuple[Tensor, int]]] = {}
     kinds = {name: kind for name, kind, _ in alike}
     for (name, kind, _), adapters in alike.items():
         total = kind.auxiliary_total(adapters)

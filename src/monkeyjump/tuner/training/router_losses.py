@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.routing.learned import balance_loss
@@ -22,19 +23,9 @@ class Statement:
     """
 
     config: MonkeyJumpConfig
-    load: torch.Tensor | None = None  # share of the assignments, [N]; kept for logging
-    probability: torch.Tensor | None = None  # mean probability of each expert, [N]
-    contrastive: torch.Tensor | None = None
-
-    def stage_load(self, load: torch.Tensor) -> None:
-        self.load = load.detach()
-
-    def stage_balance(self, load: torch.Tensor, probability: torch.Tensor) -> None:
-        self.stage_load(load)
-        self.probability = probability
-
-    def stage_contrastive(self, loss: torch.Tensor) -> None:
-        self.contrastive = loss
+    load: Tensor | None = None  # share of the assignments, [N]; kept for logging
+    probability: Tensor | None = None  # mean probability of each expert, [N]
+    contrastive: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model has nothing of a forward that was interrupted."""
@@ -50,7 +41,7 @@ class RouterLosses:
     """
 
     statements: dict[Key, Statement] = field(default_factory=dict)
-    last: dict[str, torch.Tensor] = field(default_factory=dict)  # unweighted, detached: "balance", "contrastive"
+    last: dict[str, Tensor] = field(default_factory=dict)  # unweighted, detached: "balance", "contrastive"
 
     def statement(self, adapter: str, router: str, config: MonkeyJumpConfig) -> Statement:
         """What a router is to write to, in the place of what it may have had."""
@@ -61,14 +52,14 @@ class RouterLosses:
         self.statements.pop((adapter, router), None)
 
     @property
-    def loads(self) -> dict[Key, torch.Tensor]:
+    def loads(self) -> dict[Key, Tensor]:
         return {key: statement.load for key, statement in self.statements.items() if statement.load is not None}
 
     def clear(self) -> None:
         for statement in self.statements.values():
             statement.load = statement.probability = statement.contrastive = None
 
-    def take(self) -> torch.Tensor | None:
+    def take(self) -> Tensor | None:
         """The weighted sum of all that was staged, or None; afterwards only the loads are left, for logging."""
         total = None
         for name, weight, loss in self._terms():
@@ -79,7 +70,7 @@ class RouterLosses:
             statement.probability = statement.contrastive = None
         return total
 
-    def _terms(self) -> Iterator[tuple[str, float, torch.Tensor]]:
+    def _terms(self) -> Iterator[tuple[str, float, Tensor]]:
         by_adapter: dict[str, list[Statement]] = {}
         for (adapter, _), statement in self.statements.items():
             by_adapter.setdefault(adapter, []).append(statement)
@@ -93,7 +84,7 @@ class RouterLosses:
                 yield "contrastive", config.contrastive_weight, _together(contrastive).mean()
 
 
-def _balance(statements: list[Statement], config: MonkeyJumpConfig) -> torch.Tensor:
+def _balance(statements: list[Statement], config: MonkeyJumpConfig) -> Tensor:
     loads = [statement.load for statement in statements if statement.load is not None]
     probabilities = [statement.probability for statement in statements if statement.probability is not None]
     if config.learned.lb_reduce == "global":
@@ -107,7 +98,7 @@ def _balance(statements: list[Statement], config: MonkeyJumpConfig) -> torch.Ten
     return losses.sum() if config.learned.lb_reduce == "sum" else losses.mean()
 
 
-def _together(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _together(tensors: list[Tensor]) -> Tensor:
     return torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
 
 
@@ -115,7 +106,7 @@ class CarriedLoss(torch.autograd.Function):
     """A tensor as it is, whose backward also sends a gradient of 1 into `loss`: for trainers that make their own."""
 
     @staticmethod
-    def forward(tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(tensor: Tensor, loss: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod

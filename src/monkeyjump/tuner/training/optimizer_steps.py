@@ -1,4 +1,14 @@
-"""AdaLoRA's rank budget: the diagonal entries of the whole model compete, the least important are zeroed."""
+"""What adapters do once per optimiser step, beside the optimizer.
+
+AdaLoRA's rank budget: the diagonal entries of the whole model compete, and the least important are zeroed.
+
+LoRA-FA's projected gradient is the step of B whose change of the weight is nearest to the full gradient. With A frozen,
+a step dB changes the weight by s dB A. Among all dB, ||s dB A - G||_F, with G the gradient of the weight itself, is
+least for dB = G A^T (A A^T)^-1 / s; and the gradient of B is g = s G A^T. So dB = g (A A^T)^-1 / s^2, which needs no G.
+PEFT does this inside an optimizer of its own (`create_lorafa_optimizer`); here any optimizer will do.
+
+Shapes: D, O input and output width, N experts, R rank of one expert.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +17,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter
+from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter, LoraFaAdapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.training.regularizer import active_adapters
+
+
+@torch.no_grad()
+def project_gradients(model: nn.Module) -> int:
+    """Call once per optimiser step, after the last backward and before `optimizer.step()` (the callback does).
+
+    Every expert of a mixture has an A of its own to project by, or shares one. Returns how many gradients were
+    replaced: 0 where no active adapter has `project_gradient`.
+    """
+    replaced = 0
+    for name, adapter in active_adapters(model):
+        config: MonkeyJumpConfig = model.peft_config[name]  # type: ignore[assignment,index]
+        if isinstance(adapter, LoraFaAdapter) and adapter.project_gradient and adapter.B.grad is not None:
+            A = adapter.A.unflatten(0, (-1, config.r))  # [N or 1, R, D]
+            g = adapter.B.grad.unflatten(1, (-1, config.r)).movedim(1, 0)  # [N, O, R]
+            step = g @ torch.linalg.pinv(A @ A.mT, hermitian=True) / config.scaling**2
+            adapter.B.grad.copy_(step.movedim(0, 1).flatten(1))
+            replaced += 1
+    return replaced
 
 
 def rank_budget(step: int, adapters: int, config: MonkeyJumpConfig) -> int:
@@ -50,14 +79,11 @@ def allocate_ranks(model: nn.Module, step: int | None = None) -> int | None:
         now = int(adapters[0].allocations) if step is None else step
         ranks = sum(adapter.diagonal.shape[0] for adapter in adapters)
         budget = rank_budget(now, ranks // config.r, config)  # every expert of a mixture counts as one
-        if budget < ranks and (now % _option("deltaT", config) == 0 or _in_final_phase(now, config)):
+        # once the budget has reached its target, it must hold even if no `deltaT`-th step comes any more
+        final = now >= _option("total_step", config) - _option("tfinal", config)
+        if budget < ranks and (final or now % _option("deltaT", config) == 0):
             _keep_most_important(adapters, budget)
     return budget
-
-
-def _in_final_phase(step: int, config: MonkeyJumpConfig) -> bool:
-    """Whether the budget has reached its target, which must hold then even if no `deltaT`-th step comes any more."""
-    return step >= _option("total_step", config) - _option("tfinal", config)
 
 
 def _option(name: str, config: MonkeyJumpConfig) -> Any:
@@ -80,8 +106,5 @@ def _keep_most_important(adapters: list[AdaLoraAdapter], budget: int) -> None:
     scores = torch.cat([adapter.importance() for adapter in adapters])
     keep = torch.zeros_like(scores, dtype=torch.bool)
     keep[torch.topk(scores, budget).indices] = True
-    start = 0
-    for adapter in adapters:
-        rank = adapter.diagonal.shape[0]
-        adapter.diagonal.mul_(keep[start : start + rank])
-        start += rank
+    for adapter, kept in zip(adapters, keep.split([len(adapter.diagonal) for adapter in adapters]), strict=True):
+        adapter.diagonal.mul_(kept)
