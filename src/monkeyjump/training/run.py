@@ -157,7 +157,8 @@ def _say_how_long(
 ) -> None:
     if not looks:  # a resumed run: how much of it is left is seen at its bar
         return
-    tokens = config.init_tokens or affordable_tokens(model) if config.uses_centers else 0
+    routed = config.uses_centers and config.layers_to_route != []
+    tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
     found = estimate(model, recipe, batches, steps, looks, tokens)
     if found is not None:
         say(f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts: {found}")
