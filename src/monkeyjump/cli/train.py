@@ -33,7 +33,8 @@ def run(options: argparse.Namespace) -> int:
     result = train(recipe, resume=options.resume, overwrite=options.overwrite)
     if not result.is_main:
         return 130 if result.interrupted else 0
-    command = ["monkeyjump", "train", options.recipe, *given]
+    loggers = [word for name in options.report_to or [] for word in ("--report-to", name)]
+    command = ["monkeyjump", "train", options.recipe, *given, *loggers]
     if result.interrupted or result.report is None:
         print(f"\nstopped at step {result.measurements['steps']}; the checkpoint is in {recipe.folder / 'checkpoints'}")
         print(f"go on with: {shlex.join([*command, '--resume'])}")
