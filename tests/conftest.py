@@ -17,7 +17,7 @@ import torch
 # What `make check` leaves out, beside all that compiles (`helpers.COMPILING`): programs and trainers that run, kernels
 # at model size or in every shape. Together they are three quarters of the suite's time.
 SLOW = (
-    *("bench", "cli", "training", "architectures/test_mixtures.py", "contract/test_peft_training.py"),
+    *("bench", "cli", "experiments", "training", "architectures/test_mixtures.py", "contract/test_peft_training.py"),
     *("contract/test_trainer.py", "contract/test_trl.py", "equivalence/test_generation.py", "evaluation/test_run.py"),
     *("methods/test_kernels.py", "methods/test_trainers.py", "models/test_default_model.py"),
     *("ops/test_kernel_lora.py", "ops/test_offline_compilation.py", "ops/test_router_logits.py"),

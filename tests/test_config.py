@@ -95,6 +95,13 @@ def test_a_bad_value_names_field_value_rule_and_fix(field: str, value: Any) -> N
     assert repr(shown) in str(caught.value)
 
 
+@pytest.mark.parametrize("pattern", ["layers", ["h", "layers"]])
+def test_a_name_of_the_block_list_needs_block_numbers(pattern: Any) -> None:
+    with pytest.raises(mj.ConfigError, match="has no effect without layers_to_transform: give the block numbers, or"):
+        mj.MonkeyJumpConfig(target_modules=["q_proj", "v_proj"], layers_pattern=pattern)
+    mj.MonkeyJumpConfig(target_modules=["q_proj", "v_proj"], layers_pattern=pattern, layers_to_transform=0)
+
+
 @pytest.mark.parametrize(("settings", "name", "values", "rule", "fix"), BAD_OPTIONS)
 def test_a_bad_option_names_itself_its_value_the_rule_and_the_fix(
     settings: dict[str, Any], name: str, values: list[Any], rule: str, fix: str

@@ -22,7 +22,8 @@ def config_problems(config: MonkeyJumpConfig) -> list[str]:
     found = value_problems({name: getattr(config, name) for name in known}, known)
     found += [*_adapter_problems(config), *_routing_problems(config)]
     # the other checks look into these lists
-    if not any(problem.startswith(("target_modules=", "shared_modules=", "experts=")) for problem in found):
+    lists = ("target_modules=", "shared_modules=", "layers_pattern=", "experts=")
+    if not any(problem.startswith(lists) for problem in found):
         found += [*_module_problems(config), *_mixture_problems(config)]
     return found
 
@@ -69,6 +70,11 @@ def _module_problems(config: MonkeyJumpConfig) -> list[str]:
         found.append(
             f"layers_to_transform={config.layers_to_transform} has no effect on a target_modules pattern: "
             "list module names, or put the block numbers into the pattern."
+        )
+    if config.layers_pattern and config.layers_to_transform is None:
+        found.append(
+            f"layers_pattern={config.layers_pattern!r} has no effect without layers_to_transform: "
+            "give the block numbers, or take it out."
         )
     return found
 

@@ -46,9 +46,7 @@ evaluate: {validation_limit: 4, test_limit: 12}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project as a user has it: a recipe, task files in a folder, a CSV with nested choices, a parquet file."""
-    import pyarrow
-    from pyarrow import parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     top = tmp_path_factory.mktemp("user")
     save_tiny_model(top / "tiny")
     home = top / "project"
@@ -160,7 +158,7 @@ def test_a_finished_run_is_whole_and_is_not_overwritten(
     assert "expert-usage.png" not in names  # matplotlib was not there
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     assert main(["train", "mine.yaml", "output=runs/my run"]) == 2
-    assert "holds a finished run: choose another folder with output=runs/my run-2" in capsys.readouterr().err
+    assert "holds a finished run: choose another folder with 'output=runs/my run-2'" in capsys.readouterr().err
     assert main(["train", "mine.yaml", "output=runs/my run", "--resume"]) == 2
     assert "--resume --overwrite" in capsys.readouterr().err
     assert main(["train", "mine.yaml", "output=runs/my run", "model=/nowhere", "--overwrite"]) == 2  # a slip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest._code import Source
 from _pytest.mark import ParameterSet
 from peft import LoraConfig, VeraConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.tuner.layer import MonkeyJumpLayer
 from tests.peft_suite import configs
 from tests.peft_suite.differences import Difference, load
 
@@ -48,13 +51,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _stand_in_for_what_is_not_here() -> None:
-    """Diffusers is only imported by the tests that run here, and nothing may ask whether the hub is online."""
+    """Diffusers is only imported here, the hub is not asked for, and no test is left out for Conv1D."""
     diffusers: Any = types.ModuleType("diffusers")
     diffusers.__version__ = "0"
     diffusers.StableDiffusionPipeline = type("StableDiffusionPipeline", (), {})
     sys.modules.setdefault("diffusers", diffusers)
     testing_utils: Any = importlib.import_module(f"{PACKAGE}.testing_utils")
     testing_utils.hub_online_once = lambda model_id: contextlib.nullcontext()
+    testing_common: Any = importlib.import_module(f"{PACKAGE}.testing_common")
+    testing_common._skip_if_conv1d_not_supported = lambda *args: None  # all of ours adapt GPT-2's Conv1D
 
 
 def _extend_injection() -> None:
@@ -90,9 +95,13 @@ def _with_task_ids(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
 
 @pytest.fixture(autouse=True)
 def monkeyjump_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a test that makes its own `LoraConfig`, ours stands in for it; other fixtures make theirs after this one."""
+    """In a test that makes its own `LoraConfig`, ours stands in for it; other fixtures make theirs after this one.
+
+    So does our layer where the test counts the layers of PEFT's LoRA.
+    """
     if hasattr(request, "param"):
         monkeypatch.setattr(request.module, "LoraConfig", request.param)
+        monkeypatch.setattr(request.module, "LoraLayer", MonkeyJumpLayer, raising=False)
 
 
 class Swap:
@@ -210,28 +219,41 @@ class Judge:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.section("PEFT's tests on our methods")
-        terminalreporter.line(f"{'file':32} {'method':16} {'passed':>7} {'different':>9} {'skipped':>7} {'failed':>6}")
-        for (file, method), table in sorted(self.counts.items()):
-            columns = [table[name] for name in ("passed", "different", "skipped", "failed")]
-            terminalreporter.line(f"{file:32} {method:16} {columns[0]:7} {columns[1]:9} {columns[2]:7} {columns[3]:6}")
-        for error, tests in sorted(self.unexplained.items(), key=lambda group: -len(group[1])):
-            terminalreporter.line(f"{len(tests)} unexplained: {error}", red=True)
-            for test in tests[:3]:
-                terminalreporter.line(f"    {test}")
         for entry, count in self.hits.most_common():
-            terminalreporter.line(f"{count:6} different: {entry.reason}")
+            terminalreporter.line(f"{count:6} intended: {entry.reason}")
         for entry in self.differences:
             expected = self.tried[entry] > 0 and (self.whole or entry.tests != "*")
             if expected and not self.hits[entry]:
                 terminalreporter.line(
                     f"listed, but nothing fails so any more: {entry.tests} {entry.error}", yellow=True
                 )
+        for line in _table(self.counts):
+            terminalreporter.line(line)
+        for error, tests in sorted(self.unexplained.items(), key=lambda group: -len(group[1])):
+            terminalreporter.line(f"{len(tests)} unexplained: {error}", red=True)
+            for test in tests[:3]:
+                terminalreporter.line(f"    {test}")
+
+
+def _table(counts: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
+    """One line for every method and file, and their sum; pytest's word for an unexplained failure is failed."""
+    outcomes = {"passed": "passed", "different": "intended", "skipped": "skipped", "failed": "unexplained"}
+    yield " ".join([f"{'method':16} {'file':26}", *(f"{title:>11}" for title in outcomes.values())])
+    rows = [((method, file.removeprefix("test_")), row) for (file, method), row in counts.items()]
+    total = sum((row for _, row in rows), Counter())
+    for (method, file), row in [*sorted(rows), (("all", "all"), total)]:
+        yield " ".join([f"{method:16} {file:26}", *(f"{row[outcome]:11}" for outcome in outcomes)])
 
 
 def _statement(failure: pytest.ExceptionInfo) -> str:
     """The line of PEFT's tests that failed: most of their assertions have no message."""
-    lines = [str(entry.statement) for entry in failure.traceback if PACKAGE in str(entry.path)]
-    return lines[-1].strip() if lines else ""
+    places = [(str(entry.path), entry.lineno) for entry in failure.traceback if PACKAGE in str(entry.path)]
+    return _statement_at(*places[-1]) if places else ""
+
+
+@functools.cache  # finding the ends of a statement parses its whole file, up to 0.3 s of the largest
+def _statement_at(path: str, line: int) -> str:
+    return str(Source(Path(path).read_text(encoding="utf-8")).getstatement(line)).strip()
 
 
 def _one_line(error: str) -> str:

@@ -23,7 +23,7 @@ TESTS = FOLDER / "peft_tests"
 IMPORTED = ("parameterized", "attrs")
 FILES = (
     *("decoder_models", "encoder_decoder_models", "feature_extraction_models", "custom_models", "seq_classifier"),
-    *("token_classification_qa", "low_level_api", "tuners_utils", "other", "helpers", "mixed", "initialization"),
+    *("token_classification_qa", "low_level_api", "tuners_utils", "other", "helpers", "initialization"),
     *("config", "auto", "hub_features", "integrations", "quantization", "mapping"),
 )
 

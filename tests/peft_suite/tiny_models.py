@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers as hf
 
-REVISION = "0" * 40  # a cache names snapshots by commits
 VOCABULARY = 128
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SMALL: dict[str, Any] = {
@@ -36,8 +35,16 @@ EXPERTS: dict[str, Any] = {
     **{**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2},
     "moe_intermediate_size": 16,
 }
+VISION: dict[str, Any] = {
+    "text_config": {**GROUPED, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+    "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+}
+HYBRID: dict[str, Any] = {
+    **{**GROUPED, "head_dim": 8, "layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 4, "n_groups": 2},
+}
 
-# hub name -> (class of the saved model, settings of its configuration)
+# hub name, with @revision if it is not main -> (class of the saved model, settings of its configuration)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "peft-internal-testing/tiny-random-OPTForCausalLM": ("OPTForCausalLM", OPT),
     "peft-internal-testing/opt-125m": ("OPTForCausalLM", {**OPT, "num_hidden_layers": 12}),
@@ -53,10 +60,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": ("LlamaForSequenceClassification", GROUPED),
     "hf-internal-testing/tiny-random-MistralForCausalLM": ("MistralForCausalLM", GROUPED),
     "peft-internal-testing/tiny-dummy-qwen2": ("Qwen2ForCausalLM", GROUPED),
+    "Qwen/Qwen2-0.5B": ("Qwen2ForCausalLM", GROUPED),
+    "trl-internal-testing/tiny-Qwen2_5_VLForConditionalGeneration": ("Qwen2_5_VLForConditionalGeneration", VISION),
     "trl-internal-testing/tiny-Qwen3ForCausalLM": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}),
     "hf-internal-testing/tiny-random-Gemma3ForCausalLM": ("Gemma3ForCausalLM", {**GROUPED, "head_dim": 8}),
     "peft-internal-testing/tiny-random-BloomForCausalLM": ("BloomForCausalLM", DEEP),
     "peft-internal-testing/tiny-random-BertModel": ("BertModel", DEEP),
+    "peft-internal-testing/tiny-random-BertModel@v2.0.0": ("BertLMHeadModel", DEEP),
     "hf-internal-testing/tiny-random-BertModel": ("BertModel", DEEP),
     "bert-base-uncased": ("BertModel", DEEP),
     "peft-internal-testing/tiny-random-BertForSequenceClassification": ("BertForSequenceClassification", DEEP),
@@ -70,6 +80,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "google/flan-t5-small": ("T5ForConditionalGeneration", T5),
     "peft-internal-testing/tiny-random-BartForConditionalGeneration": ("BartForConditionalGeneration", BART),
     "peft-internal-testing/tiny-clip-text-2": ("CLIPTextModelWithProjection", {**SMALL, "projection_dim": 16}),
+    "tiiuae/falcon-mamba-tiny-dev": ("FalconMambaForCausalLM", {**SMALL, "state_size": 4}),
+    "trl-internal-testing/tiny-NemotronHForCausalLM-nano": ("NemotronHForCausalLM", HYBRID),
     "hf-internal-testing/Mixtral-tiny": ("MixtralForCausalLM", EXPERTS),
     "hf-internal-testing/tiny-qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS),
     "trl-internal-testing/tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", EXPERTS),
@@ -78,17 +90,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_models(cache: Path) -> None:
     """Write every model that the cache does not have yet."""
-    for name, (kind, settings) in MODELS.items():
+    for number, (key, (kind, settings)) in enumerate(MODELS.items()):
+        name, _, revision = key.partition("@")
         folder = cache / f"models--{name.replace('/', '--')}"
-        if (folder / "refs" / "main").exists():
+        reference = folder / "refs" / (revision or "main")
+        if reference.exists():
             continue
-        snapshot = folder / "snapshots" / REVISION
-        torch.manual_seed(0)
+        commit = f"{number if revision else 0:040}"  # a cache names snapshots by commits
+        torch.manual_seed(int(commit))
         model_class = getattr(hf, kind)
+        snapshot = folder / "snapshots" / commit
         model_class(_without_dropout(model_class.config_class(**settings))).save_pretrained(snapshot)
         _tokenizer().save_pretrained(snapshot)
-        (folder / "refs").mkdir(parents=True, exist_ok=True)
-        (folder / "refs" / "main").write_text(REVISION)  # last: it says that the model is complete
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(commit)  # last: it says that the model is complete
 
 
 def _without_dropout(config: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from monkeyjump import tasks
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.custom import simple_task
-from monkeyjump.tasks.preflight import look_at, notes, origins
+from monkeyjump.tasks.preflight import SplitLook, look_at, notes, origins
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -78,9 +78,9 @@ def test_a_constant_answer_is_noted(tmp_path: Path) -> None:
 def test_origins_hold_on_another_machine(tmp_path: Path) -> None:
     own = task_of(tmp_path, rows(100), rows(4))
     chosen = [own, tasks.get("opinion"), tasks.get("sst2")]
-    looks = look_at([own, tasks.get("opinion")])
+    looks = [*look_at([own, tasks.get("opinion")]), SplitLook("sst2", "test")]
     found = {(entry["task"], entry["split"]): entry for entry in origins(chosen, looks, None)}
-    assert len(found) == 6  # validation is a part of train
+    assert len(found) == 5  # of the splits that were looked at; validation is a part of train
     digest = hashlib.sha256((tmp_path / "own-test.jsonl").read_bytes()).hexdigest()
     assert found["own", "test"] == {
         "task": "own", "split": "test", "rows": "4", "source": "own-test.jsonl", "sha256": digest,

@@ -21,9 +21,11 @@ from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import load_adapter
 from monkeyjump.models.bundled import MANIFEST
+from monkeyjump.training import run as run_module
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run
 from monkeyjump.training.saving import saved_recipe
+from monkeyjump.training.shared import Shared
 from monkeyjump.training.trainer import last_checkpoint
 from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
@@ -274,3 +276,32 @@ def test_an_adapter_finds_its_base_model_on_another_machine(
     (adapter / "recipe.json").unlink()  # then its own configuration must do
     model = load_adapter(adapter)[0]
     assert same(get_peft_model_state_dict(model, save_embedding_layers=False), expected)
+
+
+def test_a_stream_is_neither_remembered_nor_downloaded(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[bool] = []
+    look = run_module.look_at
+
+    def watched(*args: Any, streaming: bool, **options: Any) -> Any:
+        looked.append(streaming)
+        return look(*args, streaming=streaming, **options)
+
+    monkeypatch.setattr(run_module, "look_at", watched)
+    shared = Shared()
+    streamed = recipe(recipe_file, tmp_path / "stream", "data.streaming=true")
+    run(streamed, test=False, shared=shared)
+    assert looked == [True]
+    assert shared.memo(streamed) == {}
+
+
+def test_without_a_test_no_test_file_is_needed(recipe_file: Path, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": f"row {n}", "label": n % 2}) + "\n" for n in range(100))
+    (tmp_path / "train.jsonl").write_text(rows)
+    (tmp_path / "own.yaml").write_text(
+        'name: own\nprompt: "{text}"\noptions: [a, b]\nanswer: label\ndata: {train: train.jsonl, test: gone.jsonl}\n'
+    )
+    asked = recipe(recipe_file, tmp_path / "run", f"tasks={tmp_path / 'own.yaml'}", "train.max_steps=1")
+    result = run(asked, test=False)
+    assert [(entry["split"], entry["source"]) for entry in result.origin["data"]] == [("train", "train.jsonl")]

@@ -148,13 +148,13 @@ def test_streamed_texts_get_widths_that_hold_them_all(recipe_file: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["train.compile=all"], "train.compile='all' must be false, true, 'blocks' or 'model'"),
-        (["train.fused_loss=triton"], "train.fused_loss='triton' must be auto, liger, torch"),
+        (["train.compile=all"], "train.compile='all' must be false, true, blocks or model"),
+        (["train.fused_loss=triton"], "train.fused_loss='triton' must be false, true, auto, liger, torch or off"),
         (["train.compile=model", "train.gradient_checkpointing=true"], "set train.compile='blocks'"),
         (["train.compile=blocks", "train.cuda_graphs=true"], "train.cuda_graphs=true needs train.compile='model'"),
         (["data.buckets=64", "data.packing=true"], "data.buckets=64 must be a list"),
         (["data.buckets=[64]", "data.packing=true"], "data.buckets is for padded batches"),
-        (["data.buckets=[0, 64]"], "data.buckets=[0, 64] must be a list of lengths"),
+        (["data.buckets=[0, 64]"], "data.buckets.0=0 must be at least 1"),
         (["data.buckets=[64]", "data.streaming=true"], "must reach data.max_length"),
     ],
 )

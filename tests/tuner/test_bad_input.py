@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import monkeyjump as mj
 from tests.helpers import (
@@ -124,6 +124,29 @@ def test_a_second_adapter_that_does_not_fit_leaves_the_first_alone(case: str) ->
     assert_same(state, routing_state(model))
     with torch.no_grad():
         assert torch.equal(model(**lm_batch()).logits, logits)
+
+
+class Attention(nn.Module):
+    """A model whose block holds an attention module of torch, which never calls its own output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.MultiheadAttention(8, 2)])
+
+
+@pytest.mark.filterwarnings("ignore:target_modules is not a list")
+@pytest.mark.parametrize("method", ["mjlora", "lora"])
+@pytest.mark.parametrize("targets", [["in_proj", "out_proj"], "all-linear"])
+@pytest.mark.parametrize("kind", ["mamba", "attention"])
+def test_a_linear_that_is_never_called_carries_no_adapter(method: str, targets: Any, kind: str) -> None:
+    """Its parent hands the weight alone to a kernel, so an adapter there would be trained on nothing."""
+    mamba = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=8, state_size=2, pad_token_id=0)
+    base = MambaForCausalLM(mamba) if kind == "mamba" else Attention()
+    with pytest.raises(mj.ConfigError) as caught:
+        get_peft_model(base, mj.methods.build(method, target_modules=targets, task_type=None))
+    found = re.findall(r"'[\w.]+\.(\w+)' is never called: \w+ hands its weight.*exclude_modules", str(caught.value))
+    every = ["x_proj", "dt_proj", "out_proj"] if kind == "mamba" else ["out_proj"]
+    assert sorted(found) == sorted(every if targets == "all-linear" else ["out_proj"])
 
 
 def test_training_before_initialisation() -> None:

@@ -78,7 +78,7 @@ def _stem(options: argparse.Namespace, mode: str) -> Path:
     free = free_path(stem, ".json", ".csv", ".html", ".predictions.jsonl")
     if options.output and free != stem:
         raise ConfigError(
-            f"--output {stem}: {stem}.json is there already, and nothing is overwritten. Name another, such as {free}.",
+            f"--output {stem}: {stem}.json is there already. Name another, such as {free}.",
             title="nothing is overwritten",
         )
     return free

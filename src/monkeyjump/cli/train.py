@@ -19,19 +19,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from monkeyjump.errors import ConfigError
-    from monkeyjump.experiments.measure import measure_usage
-    from monkeyjump.record import RunRecord, write_record
     from monkeyjump.training.recipe import load_recipe
-    from monkeyjump.training.run import run as train
 
     given = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
     recipe = load_recipe(options.recipe, given)
+    # only now: they bring torch, which no mistake in the recipe has to wait for
+    from monkeyjump.experiments.measure import measure_usage
+    from monkeyjump.record import RunRecord, write_record
+    from monkeyjump.training.run import run as train
+
     recipe.train.report_to += options.report_to or []
     record = RunRecord(kind="train", name=recipe.name, config=recipe.to_dict(), seed=recipe.seed)
     result = train(recipe, resume=options.resume, overwrite=options.overwrite)
     if not result.is_main:
         return 130 if result.interrupted else 0
-    command = ["monkeyjump", "train", options.recipe, *given]
+    loggers = [word for name in options.report_to or [] for word in ("--report-to", name)]
+    command = ["monkeyjump", "train", options.recipe, *given, *loggers]
     if result.interrupted or result.report is None:
         print(f"\nstopped at step {result.measurements['steps']}; the checkpoint is in {recipe.folder / 'checkpoints'}")
         print(f"go on with: {shlex.join([*command, '--resume'])}")

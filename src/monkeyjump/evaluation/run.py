@@ -39,7 +39,7 @@ class EvaluationSettings:
     )
     limit: int | None = None  # most examples of a task; drawn by the task's name, so that all runs see the same ones
     batch_tokens: int | None = None  # padded tokens of one forward; None: by device
-    data: str | Path | None = None  # folder of JSON lines; None: each task's own source
+    data: str | Path | None = None  # folder of data files; None: each task's own source
     seed: int = 0  # of generated data and of resampling
     compare_base: bool = True  # score the base model as well
     progress: bool = True

@@ -116,22 +116,20 @@ def notes(looks: Sequence[SplitLook]) -> list[str]:
 
 def origins(tasks: Sequence[Task], looks: Sequence[SplitLook], data_dir: str | Path | None) -> list[dict[str, Any]]:
     """Where each split came from, in words that hold on another machine: a file's name, size and hash, or a dataset."""
-    rows = {(look.task, look.split): look.size for look in looks}
+    by_name = {task.name: task for task in tasks}
     found = []
-    for task in tasks:
-        for split in SPLITS:
-            if split == "validation" and not has_own_validation(task, data_dir):
-                continue  # a part of train
-            path = file_of(task, split, data_dir)
-            known: dict[str, Any] = {"task": task.name, "split": split, "rows": rows.get((task.name, split), "")}
-            if path is not None:
-                known |= {"source": path.name, "sha256": _sha256(path)}
-            elif isinstance(task.source, HubSource):
-                parts = [task.source.id, task.source.config, task.source.splits.get(split), task.source.revision]
-                known["source"] = " ".join(["hub:", *(part for part in parts if part)])
-            else:
-                known["source"] = "built in"
-            found.append(known)
+    for look in looks:
+        task = by_name[look.task]
+        if look.split == "validation" and not has_own_validation(task, data_dir):
+            continue  # a part of train
+        known: dict[str, Any] = {"task": look.task, "split": look.split, "rows": look.size, "source": "built in"}
+        path = file_of(task, look.split, data_dir)
+        if path is not None:
+            known |= {"source": path.name, "sha256": _sha256(path)}
+        elif isinstance(task.source, HubSource):
+            parts = [task.source.id, task.source.config, task.source.splits.get(look.split), task.source.revision]
+            known["source"] = " ".join(["hub:", *(part for part in parts if part)])
+        found.append(known)
     return found
 
 

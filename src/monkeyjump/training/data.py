@@ -46,6 +46,7 @@ class TrainingData:
 def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, memo: Memo | None = None) -> TrainingData:
     """The data of a recipe. Compiled training gets batches of few fixed shapes."""
     data = recipe.data
+    memo = None if data.streaming else memo  # a stream is there because its texts do not fit in memory
     encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer, memo=memo)
     if data.streaming:
         items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)

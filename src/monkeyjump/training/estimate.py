@@ -15,6 +15,7 @@ from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.tasks.preflight import SplitLook
 from monkeyjump.training.data import TrainingData
 from monkeyjump.training.recipe import Recipe
+from monkeyjump.tuner.centers.sample import forward_inputs
 
 # What a token costs in forwards of the frozen model. A training step goes forward, and back to the inputs but not to
 # the frozen weights; options are read after the prompt, answers are generated a token at a time.
@@ -76,18 +77,19 @@ def _rows(looks: Sequence[SplitLook], split: str, limit: int | None) -> int:
 
 
 @torch.no_grad()
-def _seconds_per_token(model: nn.Module, data: TrainingData, batch_size: int) -> float:
+def _seconds_per_token(model: Any, data: TrainingData, batch_size: int) -> float:
     """One forward of the frozen model on the first texts, after another one that wakes the machine up."""
-    device = next(model.parameters()).device
+    device, base = next(model.parameters()).device, model.get_base_model()
     batch: dict[str, Any] = data.collator([data.items[index] for index in range(min(batch_size, len(data.items)))])
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+    inputs = forward_inputs(base, batch, device)  # without the logits of a batch, which may be all a device can hold
+    inputs.pop("labels", None)
     was_training = model.training
     model.eval()
     seconds = 0.0
     with without_adapter(model):
         for _ in range(2):
             started = time.perf_counter()
-            model(**inputs)
+            base(**inputs)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def checkpoint_to_resume(folder: Path, resume: bool, overwrite: bool) -> Path | 
     """Where to go on from; None for a new run. What may not be replaced is an error, before anything is touched."""
     last = last_checkpoint(folder / "checkpoints")
     finished = (folder / RECORD).is_file()
-    other = f"choose another folder with output={free_path(folder)}"
+    other = f"choose another folder with {shlex.quote(f'output={free_path(folder)}')}"
     if resume and last is None:
         raise ConfigError(f"nothing to resume in {folder}: there is no checkpoint. Run without --resume.")
     if finished and not overwrite:

@@ -72,11 +72,12 @@ def run(
     check_loggers(recipe.train.report_to)
     if not ranks.is_main_process:
         checkpoint = last_checkpoint(recipe.folder / "checkpoints") if resume else None
-        return _run(recipe, tasks, config, ranks, checkpoint, looks=[], test=test, shared=shared or Shared())
+        return _run(recipe, tasks, config, ranks, checkpoint, looks=[], test=test, shared=shared)
     with locked(recipe.folder):
         checkpoint = checkpoint_to_resume(recipe.folder, resume, overwrite)
-        looks = look_at(tasks, recipe.data.folder, splits=SPLITS if test else SPLITS[:2], seed=recipe.seed)
-        return _run(recipe, tasks, config, ranks, checkpoint, looks=looks, test=test, shared=shared or Shared())
+        splits, streaming = SPLITS if test else SPLITS[:2], recipe.data.streaming
+        looks = look_at(tasks, recipe.data.folder, splits=splits, seed=recipe.seed, streaming=streaming)
+        return _run(recipe, tasks, config, ranks, checkpoint, looks=looks, test=test, shared=shared)
 
 
 def _run(
@@ -88,12 +89,12 @@ def _run(
     *,
     looks: list[SplitLook],
     test: bool,
-    shared: Shared,
+    shared: Shared | None,
 ) -> RunResult:
-    base, tokenizer = shared.take(recipe)
+    base, tokenizer = (shared or Shared()).take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
-    batches = training_data(recipe, tasks, tokenizer, shared.memo(recipe))
+    batches = training_data(recipe, tasks, tokenizer, None if shared is None else shared.memo(recipe))
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
@@ -157,7 +158,8 @@ def _say_how_long(
 ) -> None:
     if not looks:  # a resumed run: how much of it is left is seen at its bar
         return
-    tokens = config.init_tokens or affordable_tokens(model) if config.uses_centers else 0
+    routed = config.uses_centers and config.layers_to_route != []
+    tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
     found = estimate(model, recipe, batches, steps, looks, tokens)
     if found is not None:
         say(f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts: {found}")

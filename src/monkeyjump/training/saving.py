@@ -11,7 +11,6 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.evaluation.load import RECIPE_FILE, read_saved_recipe
 from monkeyjump.models import published_name, resolve
 from monkeyjump.record import write_atomic
-from monkeyjump.tasks import Task
 from monkeyjump.training.card import model_card
 from monkeyjump.training.recipe import Recipe, recipe_from
 
@@ -29,7 +28,8 @@ def save_adapter(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig, da
     written = json.loads(path.read_text(encoding="utf-8"))
     written["base_model_name_or_path"] = published_name(recipe.model)
     write_atomic(path, json.dumps(written, indent=2, sort_keys=True) + "\n")
-    result.origin = {"base": _base(result.model, recipe), "data": data, "task_ids": _ids(result.tasks)}
+    ids = {task.name: index for index, task in enumerate(result.tasks)}
+    result.origin = {"base": _base(result, recipe), "data": data, "task_ids": ids}
     write_card(result, recipe, config)
     saved = {**_from_here(recipe, folder), "origin": result.origin}
     write_atomic(folder / RECIPE_FILE, json.dumps(saved, indent=2) + "\n")
@@ -49,20 +49,15 @@ def saved_recipe(folder: Path) -> Recipe | None:
     return recipe_from(content, str(folder / RECIPE_FILE))
 
 
-def _ids(tasks: list[Task]) -> dict[str, int]:
-    return {task.name: index for index, task in enumerate(tasks)}
-
-
-def _base(model: Any, recipe: Recipe) -> dict[str, Any]:
-    config = model.get_base_model().config
-    frozen = [p.numel() for name, p in model.named_parameters() if "monkeyjump_" not in name]
-    name = published_name(recipe.model)
+def _base(result: RunResult, recipe: Recipe) -> dict[str, Any]:
+    base: Any = result.model.get_base_model()  # type: ignore[operator]
+    config, name = base.config, published_name(recipe.model)
     return {
         "name": Path(name).name if Path(name).expanduser().exists() else name,
         "kind": resolve(recipe.model).kind,
         "revision": getattr(config, "_commit_hash", None),
-        "architecture": (getattr(config, "architectures", None) or [type(model.get_base_model()).__name__])[0],
-        "parameters": sum(frozen),
+        "architecture": (getattr(config, "architectures", None) or [type(base).__name__])[0],
+        "parameters": result.parameters.total - result.parameters.trainable,
     }
 
 

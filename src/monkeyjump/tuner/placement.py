@@ -30,6 +30,14 @@ from monkeyjump.tuner.module_paths import (
 from monkeyjump.tuner.routers.mixlora_placement import feed_forward_problem, in_attention, seen_from_feed_forward
 from monkeyjump.tuner.routers.moa_placement import Extra, plan_extras, plan_norm
 
+# Linears that a module never calls: it hands their weights alone to a kernel. By the class of the module.
+NEVER_CALLED = {
+    **dict.fromkeys(["MambaMixer", "FalconMambaMixer"], ("x_proj", "dt_proj", "out_proj")),
+    "JambaMambaMixer": ("dt_proj",),
+    **dict.fromkeys(["Mamba2Mixer", "NemotronHMamba2Mixer", "BambaMixer", "FalconH1Mixer"], ("out_proj",)),
+    **dict.fromkeys(["GraniteMoeHybridMambaLayer", "Zamba2MambaMixer", "MultiheadAttention"], ("out_proj",)),
+}
+
 
 @dataclass(frozen=True)
 class Block:
@@ -86,6 +94,12 @@ def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str],
         "leave it out of target_modules."
         for path in targets
         if not is_linear(module := modules[path])
+    ]
+    problems += [
+        f"target module {path!r} is never called: {kind} hands its weight to a kernel, so an adapter would do nothing: "
+        "leave it out of target_modules, or name it in exclude_modules."
+        for path in targets
+        if path.rpartition(".")[2] in NEVER_CALLED.get(kind := type(modules[path.rpartition(".")[0]]).__name__, ())
     ]
     homes = {path: block_of(path, modules) for path in targets}
     problems += _layer_problems(modules, homes, config)

@@ -117,7 +117,7 @@ def collect(
         context.collector = collector
         try:
             for batch in dataloader:
-                inputs = _forward_inputs(base, batch, device)
+                inputs = forward_inputs(base, batch, device)
                 labels = inputs.get("labels")
                 if not context.encoder_decoder:
                     inputs.pop("labels", None)
@@ -130,7 +130,7 @@ def collect(
             context.collector = None
 
 
-def _forward_inputs(base: nn.Module, batch: Any, device: torch.device) -> dict[str, Any]:
+def forward_inputs(base: nn.Module, batch: Any, device: torch.device) -> dict[str, Any]:
     """The tensors of a batch, on the model's device, with as few logits asked for as the model allows."""
     if isinstance(batch, Tensor):
         batch = {"input_ids": batch}

@@ -225,6 +225,7 @@ class SharedInputs:
         if group is not None:
             for member in group.members:
                 member.shared.pop(adapter_name, None)
+                member.places.pop(adapter_name, None)
             self.groups.remove(group)
             self._number()
 
