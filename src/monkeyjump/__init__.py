@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from monkeyjump.config import MonkeyJumpConfig
     from monkeyjump.errors import ConfigError
     from monkeyjump.training.callbacks import MonkeyJumpCallback
+    from monkeyjump.training.fast import fast
     from monkeyjump.tuner.centers.calibrate import initialize_centers
     from monkeyjump.tuner.count import count_parameters
     from monkeyjump.tuner.from_lora import from_lora, route
@@ -27,6 +28,7 @@ __all__ = [
     "MonkeyJumpConfig",
     "allocate_ranks",
     "count_parameters",
+    "fast",
     "from_lora",
     "initialize_centers",
     "methods",
@@ -41,6 +43,7 @@ _HOMES = {
     "MonkeyJumpConfig": "config",
     "allocate_ranks": "tuner.training.optimizer_steps",
     "count_parameters": "tuner.count",
+    "fast": "training.fast",
     "from_lora": "tuner.from_lora",
     "initialize_centers": "tuner.centers.calibrate",
     "methods": "methods",

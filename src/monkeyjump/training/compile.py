@@ -5,8 +5,9 @@
 | `blocks` (true) | every transformer block, with its router; one graph serves all blocks of a kind | 2 to 4 |
 | `model` | the whole stack of blocks as one graph, from the token ids to the last hidden state | 1 |
 
-Evaluation, calibration and generation inside run the model as it is. A part that cannot be traced as one graph, and a
-graph that is made again and again, are errors: torch would otherwise go on uncompiled without a word.
+Where batches have several lengths, the graphs of blocks serve all of them. Evaluation, calibration and generation
+inside run the model as it is. A part that cannot be traced as one graph, and a graph that is made again and again, are
+errors where compiling was asked for, and one line where it was not: torch would go on uncompiled without a word.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.model import require_context
+from monkeyjump.training.progress import say
+from monkeyjump.tuner.model import find_context
 from monkeyjump.tuner.module_paths import block_of, owner_of
 
 BACKEND = "inductor"
@@ -37,45 +39,55 @@ class CompileReport:
 
     seconds: float = 0.0
     graphs: int = 0
+    given_up: str = ""  # why the rest runs uncompiled
 
     def __str__(self) -> str:
+        if self.given_up:
+            return f"not compiled: {self.given_up}"
         return f"{self.graphs} graph{'s' if self.graphs != 1 else ''} compiled in {self.seconds:.1f} s"
 
 
 @contextmanager
 def compiled(
-    model: Any, what: str, *, shapes: int = 1, cuda_graphs: bool = False, backend: Any = None
+    model: Any, what: str, *, shapes: int | None = 1, backend: Any = None, asked: bool = True
 ) -> Iterator[CompileReport]:
-    """Train inside with compiled `blocks` or the compiled `model`, for batches of at most `shapes` distinct shapes."""
+    """Train inside with compiled `blocks` or the compiled `model`, for batches of at most `shapes` distinct shapes.
+
+    None is any number. What nobody has `asked` for is left out where it fails.
+    """
     import torch._dynamo
 
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     parts = compiled_parts(base, what)
-    limit = 2 * _VARIANTS * max(1, shapes) * len({_kind(part) for part in parts})
-    options: dict[str, Any] = {"backend": backend or BACKEND, "fullgraph": True, "dynamic": False}
-    if cuda_graphs:
-        options["mode"] = "reduce-overhead"
-    patched = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=max(256, limit))
-    call = torch.compile(whole_call, **options)
-    shared_inputs = require_context(base).shared_inputs
-    shared_inputs.prepare()
-    for part in parts:
-        part._compiled_call_impl = _TrainingCall(part, what, call)
-    try:
-        with patched, _measured() as report:
-            yield report
-    finally:
+    any_length = what == "blocks" and shapes != 1  # a whole model would make its masks for each
+    limit = 2 * _VARIANTS * (1 if any_length else max(1, shapes or 8)) * len({_kind(part) for part in parts})
+    patched = torch._dynamo.config.patch(
+        recompile_limit=limit,
+        accumulated_recompile_limit=max(256, limit),
+        specialize_float=True,  # rates and scales are no lengths
+    )
+    call = torch.compile(whole_call, backend=backend or BACKEND, fullgraph=True, dynamic=any_length)
+    context = find_context(base)
+    if context is not None:
+        context.shared_inputs.prepare()
+    with patched, _measured() as report:
         for part in parts:
-            del part._compiled_call_impl
-        shared_inputs.release()
-        # the graphs belong to the code they were made from, not to `call`: a later run would count them as its own
-        torch._dynamo.eval_frame.reset_code(whole_call.__code__)
+            part._compiled_call_impl = _TrainingCall(part, what, call, report, asked)
+        try:
+            yield report
+        finally:
+            for part in parts:
+                del part._compiled_call_impl
+            if context is not None:
+                context.shared_inputs.release()
+            # the graphs belong to the code they were made from, not to `call`: a later run would count them as its own
+            torch._dynamo.eval_frame.reset_code(whole_call.__code__)
 
 
 def compiled_parts(base: nn.Module, what: str) -> list[Any]:
     """The blocks of every list that holds an adapter, or the models that own these lists."""
     modules = dict(base.named_modules())
-    homes = {block_of(path, modules) for path, module in modules.items() if isinstance(module, MonkeyJumpLayer)}
+    homes = {block_of(path, modules) for path, module in modules.items() if isinstance(module, BaseTunerLayer)}
     lists = sorted({home.rpartition(".")[0] for home in homes if home is not None})
     if not lists:
         raise ConfigError(
@@ -102,13 +114,15 @@ def whole_call(module: Any, *args: Any, **kwargs: Any) -> Any:
 class _TrainingCall:
     """Stands for a module's call where torch itself puts a compiled one: compiled while it trains, else as it is."""
 
-    def __init__(self, module: Any, what: str, call: Callable[..., Any]) -> None:
+    def __init__(self, module: Any, what: str, call: Callable[..., Any], report: CompileReport, asked: bool) -> None:
         self.module = module
         self.what = what
         self.call = call
+        self.report = report
+        self.asked = asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
+        if not (self.module.training and torch.is_grad_enabled()) or self.report.given_up:
             return self.module._call_impl(*args, **kwargs)
         from torch._dynamo import exc
 
@@ -116,10 +130,15 @@ class _TrainingCall:
             return self.call(self.module, *args, **kwargs)
         except exc.Unsupported as error:
             reason = f"the code of {type(self.module).__name__} cannot be traced as one graph"
-            raise self._refused(reason, error) from error
+            refused = self._refused(reason, error)
         except exc.FailOnRecompileLimitHit as error:
             reason = f"{type(self.module).__name__} is compiled again and again, for batches or settings that change"
-            raise self._refused(reason, error) from error
+            refused = self._refused(reason, error)
+        if self.asked:
+            raise refused
+        self.report.given_up = reason
+        say(f"not compiled: {reason}")
+        return self.module._call_impl(*args, **kwargs)
 
     def _refused(self, reason: str, error: Exception) -> ConfigError:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -153,29 +172,3 @@ def _measured() -> Iterator[CompileReport]:
         with suppress(ValueError):  # torch._dynamo.reset() has removed them
             callback_handler.remove_start_callback(start)
             callback_handler.remove_end_callback(end)
-
-
-class OwnGradients:
-    """Gradient memory outside the CUDA graphs, for parameters whose backward is one.
-
-    Without it the gradient that a graph hands over stays in the graph's memory, and the next micro-batch of an
-    accumulated step overwrites it (pytorch/pytorch#169545). With memory of its own, autograd adds to it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.memory = [torch.zeros_like(parameter) for parameter in self.parameters]
-
-    def begin(self) -> None:
-        """Before every micro-batch: a new run of the graphs, and zeros where the last step left no gradient."""
-        if torch.cuda.is_available():
-            torch.compiler.cudagraph_mark_step_begin()
-        empty = [
-            (parameter, memory)
-            for parameter, memory in zip(self.parameters, self.memory, strict=True)
-            if parameter.grad is None
-        ]
-        if empty:
-            torch._foreach_zero_([memory for _, memory in empty])
-            for parameter, memory in empty:
-                parameter.grad = memory

@@ -17,6 +17,7 @@ from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
 from monkeyjump.tasks.encode import Encoder, Memo
 from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.tasks.streaming import StreamingMixture
+from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 
@@ -43,8 +44,10 @@ class TrainingData:
         return max(1, math.ceil(recipe.train.epochs * per_epoch))
 
 
-def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, memo: Memo | None = None) -> TrainingData:
-    """The data of a recipe. Compiled training gets batches of few fixed shapes."""
+def training_data(
+    recipe: Recipe, tasks: list[Task], tokenizer: Any, fast: FastSettings, memo: Memo | None = None
+) -> TrainingData:
+    """The data of a recipe. Compiled or captured training gets batches of few fixed shapes."""
     data = recipe.data
     memo = None if data.streaming else memo  # a stream is there because its texts do not fit in memory
     encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer, memo=memo)
@@ -52,10 +55,10 @@ def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, memo: Memo 
         items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)
         # lengths are not known before they come: full, half and quarter length
         sizes = bucket_sizes([-(-data.max_length // part) for part in (4, 2, 1)], count=3)
-        return _padded(recipe, tokenizer, items, None, sizes)
+        return _padded(recipe, tokenizer, items, None, sizes if fast.few_shapes else ())
     mixture = _mixture(recipe, tasks, encoder)
     if data.packing:
-        return _packed(recipe, tokenizer, mixture)
+        return _packed(recipe, tokenizer, mixture, fast)
     longest = max(mixture.lengths)
     if data.buckets and longest > max(data.buckets):
         raise ConfigError(
@@ -63,7 +66,8 @@ def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, memo: Memo 
             "large, or lower data.max_length."
         )
     sampler = BatchSampler.bucketed(mixture.order, mixture.lengths, recipe.train.batch_size, recipe.seed)
-    sizes = bucket_sizes(mixture.lengths, WIDTHS.get(str(recipe.train.compile), WIDTHS["blocks"]))
+    count = WIDTHS.get(str(fast.compile), WIDTHS["blocks"])
+    sizes = bucket_sizes(mixture.lengths, count) if fast.few_shapes else ()
     found = _padded(recipe, tokenizer, mixture, sampler, sizes)
     _report_padding(mixture.lengths, found.collator.buckets)
     return found
@@ -88,17 +92,17 @@ def _mixture(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
 def _padded(
     recipe: Recipe, tokenizer: Any, items: Any, sampler: BatchSampler | None, sizes: tuple[int, ...]
 ) -> TrainingData:
-    """Padded batches: multiples of 8 wide, or as wide as the recipe says, or, to be compiled, of the given sizes."""
-    fixed = tuple(sorted(recipe.data.buckets)) or (sizes if recipe.train.compile else ())
-    rows = recipe.train.batch_size if recipe.train.compile else 0
+    """Padded batches: as wide as the recipe says, or of the given sizes, or multiples of 8 wide."""
+    fixed = tuple(sorted(recipe.data.buckets)) or sizes
+    rows = recipe.train.batch_size if sizes else 0
     collator = PaddingCollator(tokenizer.pad_token_id, multiple_of=8, buckets=fixed, rows=rows)
     calibration = CalibrationBatches(items, tokenizer, recipe.seed) if isinstance(items, Mixture) else None
     return TrainingData(items, sampler, collator, len(fixed) or None, calibration)
 
 
-def _packed(recipe: Recipe, tokenizer: Any, mixture: Mixture) -> TrainingData:
+def _packed(recipe: Recipe, tokenizer: Any, mixture: Mixture, fast: FastSettings) -> TrainingData:
     capacity = recipe.data.max_length * recipe.train.batch_size
-    most = capacity // min(mixture.lengths) if recipe.train.compile else None
+    most = capacity // min(mixture.lengths) if fast.few_shapes else None
     return TrainingData(
         mixture,
         BatchSampler.packed(mixture.order, mixture.lengths, capacity),

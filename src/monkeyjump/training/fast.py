@@ -1,10 +1,12 @@
-"""`mj.fast`: everything that makes training fast, switched on around any training loop and off again after it.
+"""`monkeyjump.fast`: everything that makes training fast, switched on around any training loop and off again after it.
 
 | part | what it does | where it holds |
 |---|---|---|
 | fused loss | the loss is made without the logits of a batch | causal models of Transformers, on a GPU |
-| compiled blocks | one graph of the compiler serves all blocks of a kind | on a GPU |
-| captured step | forward, loss and gradients are one launch | one CUDA graph for each batch shape that comes often |
+| compiled blocks | one graph of the compiler serves all blocks of a kind and all lengths | on a GPU |
+| captured blocks | a forward, and a backward, are one launch each | one CUDA graph for each batch shape that comes often |
+| attention | no mask is made where the padding is known to be at the end | models with torch's attention |
+| PEFT's LoRA | our kernels compute the layers of PEFT | plain LoRA on linear layers, on a GPU |
 
 What does not hold for a model is left out, with one line that says why. Inside, the model is used as before.
 """
@@ -13,15 +15,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from monkeyjump.training.captured import CapturedCall, CaptureReport
-from monkeyjump.training.compile import CompileReport, compiled
+from monkeyjump.training.attention import attending
+from monkeyjump.training.captured import CaptureReport, captured
+from monkeyjump.training.compile import CompileReport, compiled, compiled_parts
 from monkeyjump.training.fused_loss import fused_loss as with_fused_loss
+from monkeyjump.training.plain_lora import faster_lora
 from monkeyjump.training.progress import say
+
+if TYPE_CHECKING:
+    from monkeyjump.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class FastSettings:
+    """What is to be switched on. None: on a GPU."""
+
+    compile: bool | str | None = None  # blocks (true) or model
+    capture: bool | None = None
+    fused_loss: bool | str = "auto"
+    pads_last: bool = False  # whether pads, if there are any, are at the end of every row
+    shapes: int | None = None  # how many shapes batches may have; None: any number
+    asked: bool = False  # whether compiling was asked for by name: then it is an error where it cannot be
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, gpu: bool, ranks: int = 1) -> FastSettings:
+        """What a recipe asks for on this machine. Ranks talk to each other inside a step, which is not captured."""
+        train, on = recipe.train, recipe.fast == "auto" and gpu
+        return cls(
+            compile=on if train.compile is None else train.compile,
+            capture=(on if train.capture is None else train.capture) and gpu and ranks == 1,
+            fused_loss="off" if train.fused_loss == "auto" and not on else train.fused_loss,
+            pads_last=True,
+            asked=bool(train.compile),
+        ).on(gpu)
+
+    @property
+    def few_shapes(self) -> bool:
+        return bool(self.compile or self.capture)
+
+    def on(self, gpu: bool) -> FastSettings:
+        """The same with every None decided."""
+        compile = gpu if self.compile is None else self.compile
+        capture = gpu if self.capture is None else self.capture
+        return replace(self, compile="blocks" if compile is True else compile, capture=capture)
 
 
 @dataclass
@@ -29,48 +68,43 @@ class FastReport:
     """What is switched on, and what it did."""
 
     fused_loss: str = "off"
+    attention: str = ""
     compiled: CompileReport | None = None
     captured: CaptureReport | None = None
 
+    def measurements(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"fused_loss": self.fused_loss, "attention": self.attention}
+        if self.compiled is not None:
+            found |= {"compile_seconds": round(self.compiled.seconds, 2), "graphs": self.compiled.graphs}
+        if self.captured is not None:
+            found |= {"captured_graphs": self.captured.graphs, "replayed": self.captured.replayed}
+        return found
+
     def __str__(self) -> str:
-        parts = [f"fused loss {self.fused_loss}", *(str(part) for part in (self.compiled, self.captured) if part)]
-        return ", ".join(parts)
+        return "; ".join(str(part) for part in (self.compiled, self.captured) if part is not None)
 
 
 @contextmanager
-def fast(
-    model: Any,
-    *,
-    compile: bool | None = None,
-    capture: bool | None = None,
-    fused_loss: bool | str = "auto",
-    shapes: int = 8,
-) -> Iterator[FastReport]:
-    """Train inside. `compile` and `capture` are on where the model is on a GPU, unless told.
+def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> Iterator[FastReport]:
+    """Train inside. Settings are the fields of `FastSettings`, given as an object or as keywords.
 
-    `shapes` is how many shapes batches may have: pad or pack them to few, since each is compiled and captured once.
+    Pad or pack batches to few lengths: each is captured once. `pads_last=True` promises that pads are at the end of
+    the rows, which attention then need not look for.
     """
-    on_gpu = next(model.parameters()).device.type == "cuda"
+    parameter = next(model.parameters())
+    chosen = (settings or FastSettings(**changes)).on(parameter.device.type == "cuda")
     report = FastReport()
     with ExitStack() as stack:
-        report.fused_loss = stack.enter_context(with_fused_loss(model, fused_loss, on_gpu))
-        if on_gpu if compile is None else compile:
-            report.compiled = stack.enter_context(compiled(model, "blocks", shapes=shapes))
-        if on_gpu if capture is None else capture:
-            report.captured = stack.enter_context(captured(model))
+        stack.enter_context(faster_lora(model))
+        report.fused_loss = stack.enter_context(with_fused_loss(model, chosen.fused_loss, parameter.is_cuda))
+        if chosen.compile or chosen.capture:
+            report.attention = stack.enter_context(attending(model, chosen.pads_last))
+        if chosen.compile:
+            compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
+            report.compiled = stack.enter_context(compiling)
+        if chosen.capture:
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            report.captured = stack.enter_context(captured(model, compiled_parts(base, "model")))
         yield report
-    say(str(report))
-
-
-@contextmanager
-def captured(model: nn.Module) -> Iterator[CaptureReport]:
-    """Replay training forwards of this model inside."""
-    before = vars(model).get("_compiled_call_impl")
-    call = CapturedCall(model)
-    model._compiled_call_impl = call
-    try:
-        yield call.report
-    finally:
-        del model._compiled_call_impl
-        if before is not None:
-            model._compiled_call_impl = before
+    if report.compiled is not None or report.captured is not None:
+        say(str(report))

@@ -83,12 +83,14 @@ class TrainSettings(Section):
     max_grad_norm: Number = Field(1.0, ge=0, allow_inf_nan=False, description="where gradients are clipped; 0: nowhere")
     bf16: bool | None = Field(None, description="null: on a GPU that has it")
     gradient_checkpointing: bool = Field(False, description="less memory, a second forward in the backward")
-    compile: Literal[False, True, "blocks", "model"] = Field(
-        False, description="blocks (true): each block, a short wait; model: all blocks as one graph, a long one"
+    compile: Literal[False, True, "blocks", "model"] | None = Field(
+        None, description="blocks (true): each block; model: all blocks as one graph, a long wait; null: as fast says"
     )
-    cuda_graphs: bool = Field(False, description="with compile=model, on a GPU: launch a whole pass at once")
+    capture: bool | None = Field(
+        None, description="on a GPU: a forward, and a backward, of the blocks are one launch; null: as fast says"
+    )
     fused_loss: Literal[False, True, "auto", "liger", "torch", "off"] = Field(
-        "auto", description="the loss without logits: liger, torch, true (the better there is); auto: on a GPU"
+        "auto", description="the loss without logits: liger, torch, true (the better there is); auto: as fast says"
     )
     eval_steps: int | None = Field(None, ge=1, description="steps between validations; null: four times in the run")
     save_steps: int | None = Field(
@@ -125,6 +127,11 @@ class Recipe(Section):
     data: DataSettings = Field(default_factory=DataSettings, description="what is trained on")
     train: TrainSettings = Field(default_factory=TrainSettings, description="the optimisation")
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings, description="how answers are scored")
+    fast: Literal["auto", False] = Field(
+        "auto",
+        description="auto: on a GPU the loss is fused, blocks are compiled and captured, batches have few widths; "
+        "false: none of these, unless asked for by itself",
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="of data order, adapters and centres")
     output: str | None = Field(None, description="folder of the results; null: runs/<name>")
 

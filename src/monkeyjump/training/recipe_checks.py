@@ -23,11 +23,6 @@ def check(recipe: Recipe) -> list[str]:
             "train.compile='model' cannot hold train.gradient_checkpointing=true, which runs blocks twice: "
             "set train.compile='blocks'."
         )
-    if train.cuda_graphs and train.compile != "model":
-        found.append(
-            f"train.cuda_graphs=true needs train.compile='model', not {train.compile!r}: graphs of single blocks "
-            "would overwrite each other's outputs."
-        )
     if data.buckets and data.packing:
         found.append("data.buckets is for padded batches: data.packing=true has one length; leave one of them out.")
     if data.buckets and data.streaming and max(data.buckets) < data.max_length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from monkeyjump.tasks.task import SPLITS
 from monkeyjump.training.callbacks import MonkeyJumpCallback
 from monkeyjump.training.data import TrainingData, training_data
 from monkeyjump.training.estimate import estimate
-from monkeyjump.training.fast_path import FastPath, fast_path
+from monkeyjump.training.fast import FastReport, FastSettings, fast
 from monkeyjump.training.folder import checkpoint_to_resume, clear, locked
 from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, is_main_rank, say
 from monkeyjump.training.recipe import Recipe
@@ -94,7 +94,9 @@ def _run(
     base, tokenizer = (shared or Shared()).take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
-    batches = training_data(recipe, tasks, tokenizer, None if shared is None else shared.memo(recipe))
+    on_gpu = torch.cuda.is_available()
+    settings = FastSettings.of_recipe(recipe, on_gpu, ranks.num_processes)
+    batches = training_data(recipe, tasks, tokenizer, settings, None if shared is None else shared.memo(recipe))
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
@@ -102,10 +104,10 @@ def _run(
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
     interruptible = Interruptible()
-    with fast_path(model, recipe, batches.shapes, on_gpu=torch.cuda.is_available()) as fast:
+    with fast(model, replace(settings, shapes=batches.shapes)) as report:
         trainer = TaskTrainer(
             model,
-            training_arguments(recipe, steps, on_gpu=torch.cuda.is_available()),
+            training_arguments(recipe, steps, on_gpu),
             batches,
             lambda current: _validate(current, tokenizer, tasks, recipe),
             [
@@ -116,9 +118,8 @@ def _run(
                 *([SaveEvery(recipe.train.save_steps)] if recipe.train.save_steps else []),
                 *early_stopping(recipe),
             ],
-            fast.gradients,
         )
-        if torch.cuda.is_available():
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         try:
@@ -127,7 +128,7 @@ def _run(
             interruptible.restore()
         seconds = time.perf_counter() - started
     result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model), is_main=ranks.is_main_process)
-    result.measurements = _measurements(trainer, seconds, fast)
+    result.measurements = _measurements(trainer, seconds, report)
     if interruptible.interrupted:
         result.interrupted = True
         return result
@@ -205,7 +206,7 @@ def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recip
     return {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
 
 
-def _measurements(trainer: TaskTrainer, seconds: float, fast: FastPath) -> dict[str, Any]:
+def _measurements(trainer: TaskTrainer, seconds: float, fast: FastReport) -> dict[str, Any]:
     steps, logs = trainer.state.global_step, trainer.state.log_history
     losses = [log["loss"] for log in logs if math.isfinite(log.get("loss", math.nan))]
     return {

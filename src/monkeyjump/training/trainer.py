@@ -23,7 +23,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.training.compile import OwnGradients
 from monkeyjump.training.data import TrainingData
 from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
@@ -42,11 +41,9 @@ class TaskTrainer(Trainer):
         data: TrainingData,
         scorer: Scorer,
         callbacks: list[TrainerCallback],
-        gradients: OwnGradients | None = None,
     ) -> None:
         self._sampler = data.sampler
         self._scorer = scorer
-        self._gradients = gradients
         # The Trainer wants an evaluation set whenever it evaluates; `evaluate` below has its own.
         super().__init__(
             model=model,
@@ -70,11 +67,6 @@ class TaskTrainer(Trainer):
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
         )
         return self.accelerator.prepare(loader)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._gradients is not None:
-            self._gradients.begin()
-        return super().training_step(*args, **kwargs)
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         model = self.accelerator.unwrap_model(self.model)

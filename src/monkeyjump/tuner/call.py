@@ -88,8 +88,9 @@ class BlocksCall:
     fresh: Decisions = field(default_factory=dict)  # made by this forward
     gates_of: Decisions = field(default_factory=dict)  # of a training forward, for its recomputation
     counted: list[tuple[Any, Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
-    selections: dict[tuple, Selection] = field(default_factory=dict)
-    masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    # by adapter name, and of all; with the shape they were made for
+    selections: dict[str, tuple[tuple[int, int], Selection]] = field(default_factory=dict)
+    real: tuple[tuple[int, int], Tensor | None] | None = None
     # of the block that runs
     shape: tuple[int, int] = (0, 0)
     gates: dict[str, Tensor] = field(default_factory=dict)  # by adapter name
@@ -107,18 +108,19 @@ class BlocksCall:
 
     def real_tokens(self, shape: tuple[int, int], device: torch.device) -> Tensor | None:
         """[B, T] True on the real tokens of this forward; None = all."""
-        if shape not in self.masks:
+        if self.real is None or not _made_for(self.real[0], shape):
             mask = self.inputs(shape, device).mask
-            self.masks[shape] = None if mask is None else mask.to(device)
-        return self.masks[shape]
+            self.real = shape, None if mask is None else mask.to(device)
+        return self.real[1]
 
     def selection(self, adapter_name: str, config: MonkeyJumpConfig, shape: Any, device: torch.device) -> Selection:
         """Which tokens decide for this adapter, and for whom."""
-        key = (adapter_name, int(shape[0]), int(shape[1]))
-        if key not in self.selections:
-            inputs = self.inputs(key[1:], device)
-            self.selections[key] = select(inputs, config.granularity, config.sequence_token)
-        return self.selections[key]
+        made = self.selections.get(adapter_name)
+        if made is None or not _made_for(made[0], shape):
+            inputs = self.inputs((shape[0], shape[1]), device)
+            made = (shape[0], shape[1]), select(inputs, config.granularity, config.sequence_token)
+            self.selections[adapter_name] = made
+        return made[1]
 
     def inputs(self, shape: tuple[int, int], device: torch.device) -> CallInputs:
         """The arguments of this forward in the form that selection understands."""
@@ -199,6 +201,11 @@ def calls_of(context: RoutingContext) -> ModelCall | None:
     """The forward of this model that runs in this thread, if one does."""
     call = running().call
     return call if call is not None and call.context is context else None
+
+
+def _made_for(shape: tuple[int, int], now: Any) -> bool:
+    """Whether something fits the tokens of this block. A graph that serves all lengths must not ask."""
+    return torch.compiler.is_compiling() or shape == tuple(now)
 
 
 def in_backward() -> bool:

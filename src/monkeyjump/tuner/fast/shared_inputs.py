@@ -171,6 +171,13 @@ class Seeds:
         self._tables: dict[torch.device, Tensor] = {}
         self._rows: dict[torch.device, tuple[Tensor, ...]] = {}
 
+    @classmethod
+    def of(cls, table: Tensor) -> Seeds:
+        """Seeds that are there already."""
+        seeds = cls(len(table))
+        seeds._tables[table.device] = table
+        return seeds
+
     def table(self, device: torch.device) -> Tensor:
         """[groups, 2], of which the first column counts: every seed begins where a compiler expects a tensor to."""
         if device not in self._tables:

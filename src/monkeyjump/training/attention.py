@@ -1,0 +1,90 @@
+"""Attention for training batches whose padding is known: no mask is made, so that the fast kernels are not shut out.
+
+Pads at the end of a row need no mask under causal attention: no real token comes after them. Sequences packed into one
+row need none either where the kernel is told where each begins (`cu_seq_lens_q`). Elsewhere Transformers looks at the
+mask on the host to see whether one is needed, which a captured step cannot do: then it is always made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PADS_LAST, MASKED = "monkeyjump_pads_last", "monkeyjump_masked"
+
+
+@contextmanager
+def attending(model: Any, pads_last: bool) -> Iterator[str]:
+    """Train inside with the faster attention; yields what is used. A forward without gradients has its mask."""
+    config = (model.get_base_model() if hasattr(model, "get_base_model") else model).config
+    before = getattr(config, "_attn_implementation", None)
+    name = _fitting(config, before, pads_last)
+    if name is None:
+        yield f"{before}"
+        return
+    _register()
+    config._attn_implementation = name
+    try:
+        yield name
+    finally:
+        config._attn_implementation = before
+
+
+def _fitting(config: Any, before: str | None, pads_last: bool) -> str | None:
+    """What can stand for torch's attention in this model; None: nothing can."""
+    if before != "sdpa" or getattr(config, "is_encoder_decoder", False):
+        return None
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    whole = kinds == {"full_attention"} and not getattr(config, "use_sliding_window", False)
+    whole = whole and (hasattr(config, "use_sliding_window") or not getattr(config, "sliding_window", None))
+    return PADS_LAST if pads_last and whole else MASKED
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def in_evaluation(*args: Any, **kwargs: Any) -> Tensor | None:
+        return None if torch.is_grad_enabled() else sdpa_mask(*args, **kwargs)
+
+    def always(*args: Any, **kwargs: Any) -> Tensor | None:
+        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+    AttentionInterface.register(PADS_LAST, pads_last_attention)
+    AttentionMaskInterface.register(PADS_LAST, in_evaluation)
+    AttentionInterface.register(MASKED, sdpa_attention_forward)
+    AttentionMaskInterface.register(MASKED, always)
+
+
+def pads_last_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention [B, T, H, D] of q [B, H, T, D] and k, v [B, G, T, D], within the packed sequences if told."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if cu_seq_lens_q is None or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and max_length_q is not None:
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
+        ends = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, *ends, dropout, True, False, scale=scaling
+        )[0].unsqueeze(0), None
+    place = torch.arange(query.shape[2], device=query.device)
+    segment = torch.searchsorted(cu_seq_lens_q[1:].contiguous(), place, right=True)
+    mask = (segment[:, None] == segment) & (place[:, None] >= place)
+    return sdpa_attention_forward(module, query, key, value, mask[None, None], dropout=dropout, scaling=scaling)
