@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,6 +53,30 @@ def test_packed_rows_that_do_not_fit() -> None:
         PackingCollator(EOS, length=10)(ITEMS)
     with pytest.raises(ConfigError, match=r"max_sequences=2 is below the 3 sequences"):
         PackingCollator(EOS, max_sequences=2)(ITEMS)
+
+
+@pytest.mark.parametrize("most", [None, 6])
+@pytest.mark.parametrize(("length", "tail"), [(15, []), (20, [15]), (24, [15, 22])])  # none, one, in two pieces
+def test_boundaries_are_the_segments_of_the_row(length: int, tail: list[int], most: int | None) -> None:
+    batch = PackingCollator(EOS, length=length, max_sequences=most, boundaries=7)(ITEMS)
+    ends = batch["cu_seq_lens_q"]
+    assert ends.dtype == torch.int32
+    assert len(ends) == (len(ITEMS) + len(tail) + 1 if most is None else most + 2)
+    assert torch.equal(ends, batch["cu_seq_lens_k"])
+    assert batch["max_length_q"] == batch["max_length_k"] == 7
+    starts = torch.where(batch["position_ids"][0] == 0)[0]
+    assert ends.unique().tolist() == [*starts.tolist(), length]  # every position that starts at 0, none besides
+    for index, (begin, end) in enumerate(pairwise(ends)):
+        assert (batch["seq_idx"][0, begin:end] == (index if index < len(ITEMS) else -1)).all()
+    assert ends[len(ITEMS) : len(ITEMS) + len(tail)].tolist() == tail
+    assert ends.diff().max() <= 7
+
+
+def test_boundaries_that_do_not_hold() -> None:
+    with pytest.raises(ConfigError, match=r"boundaries=6 is below a sequence of 7 tokens"):
+        PackingCollator(EOS, boundaries=6)(ITEMS)
+    with pytest.raises(ConfigError, match=r"max_sequences=3 leaves no room for a tail in pieces of boundaries=7"):
+        PackingCollator(EOS, length=24, max_sequences=3, boundaries=7)(ITEMS)
 
 
 def test_packed_and_padded_give_a_model_the_same_logits_and_loss() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.encode import IGNORE, Encoded
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]  # tensors; beside them `max_length_q` and `max_length_k`, which are numbers
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,23 @@ class PaddingCollator:
     rows: int = 0
 
     def __call__(self, items: Sequence[Encoded]) -> Batch:
-        about = _about(items, max(self.rows, len(items)))
-        about["task_ids"][len(items) :] = items[-1].task_id  # methods that learn by task look every id up
-        shape = (len(about["task_ids"]), self._width(max(len(item) for item in items)))
-        input_ids = torch.full(shape, self.pad_token_id, dtype=torch.long)
-        labels = torch.full(shape, IGNORE, dtype=torch.long)
-        attention_mask = torch.zeros(shape, dtype=torch.long)
-        for row, item in enumerate(items):
-            input_ids[row, : len(item)] = torch.tensor(item.input_ids)
-            labels[row, : len(item)] = torch.tensor(item.labels)
-            attention_mask[row, : len(item)] = 1
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **about}
+        rows = max(self.rows, len(items))
+        task_ids, prompts = _about(items, rows)
+        task_ids[len(items) :] = items[-1].task_id  # methods that learn by task look every id up
+        lengths = np.zeros((rows, 1), dtype=np.int64)
+        lengths[: len(items), 0] = [len(item) for item in items]
+        places = np.arange(self._width(int(lengths.max())))
+        real = places < lengths
+        input_ids = np.full(real.shape, self.pad_token_id, dtype=np.int64)
+        input_ids[real] = np.concatenate([item.input_ids for item in items])
+        labels = np.where(real & (places >= prompts[:, None]), input_ids, IGNORE)
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy(real.astype(np.int64)),
+            "labels": torch.from_numpy(labels),
+            "task_ids": torch.from_numpy(task_ids),
+            "prompt_lengths": torch.from_numpy(prompts),
+        }
 
     def _width(self, longest: int) -> int:
         if not self.buckets:
@@ -61,37 +69,66 @@ class PackingCollator:
     and `prompt_lengths` are [S]: entry s belongs to the tokens with `seq_idx == s`. With `length` every row has that N;
     the tail is pads with `seq_idx` -1, `labels` -100 and positions that start at 0 again, so attention keeps it apart.
     With `max_sequences` the two per-sequence tensors have that fixed size, filled up with -1.
+
+    With `boundaries` the row also says what variable-length attention reads, under the names of Transformers:
+    `cu_seq_lens_q` and `cu_seq_lens_k` (int32) are the starts of all sequences and of the tail, then N, repeated up to
+    the size `max_sequences + 2` where that is given; `max_length_q` and `max_length_k` are `boundaries` itself, which
+    no sequence may exceed. A tail that is longer is cut into pieces of that length, since attention goes no further.
     """
 
     pad_token_id: int
     length: int | None = None
     max_sequences: int | None = None
+    boundaries: int | None = None
 
     def __call__(self, items: Sequence[Encoded]) -> Batch:
-        total = sum(len(item) for item in items)
+        lengths = np.array([len(item) for item in items])
+        total = int(lengths.sum())
         length = total if self.length is None else self.length
         if total > length:
             raise ConfigError(
                 f"pack_length={length} is below the {total} tokens given for one row. Use BatchSampler.packed."
             )
-        tail = length - total
-        row = {
-            "input_ids": [token for item in items for token in item.input_ids] + [self.pad_token_id] * tail,
-            "labels": [label for item in items for label in item.labels] + [IGNORE] * tail,
-            "position_ids": [place for item in items for place in range(len(item))] + list(range(tail)),
-        }
-        batch = {name: torch.tensor([values], dtype=torch.long) for name, values in row.items()}
-        seq_idx = [index for index, item in enumerate(items) for _ in range(len(item))] + [-1] * tail
-        batch["seq_idx"] = torch.tensor([seq_idx], dtype=torch.int32)
-        return {**batch, **_about(items, self.max_sequences)}
+        task_ids, prompts = _about(items, self.max_sequences or len(items))
+        starts = lengths.cumsum() - lengths
+        tail_starts = np.arange(total, length, self.boundaries or length)
+        segments = np.concatenate([starts, tail_starts])
+        seq_idx = np.full(length, -1, dtype=np.int32)
+        seq_idx[:total] = np.repeat(np.arange(len(items)), lengths)
+        positions = np.arange(length) - np.repeat(segments, np.diff(segments, append=length))
+        input_ids = np.full(length, self.pad_token_id, dtype=np.int64)
+        input_ids[:total] = np.concatenate([item.input_ids for item in items])
+        labels = np.full(length, IGNORE, dtype=np.int64)
+        learned = positions[:total] >= np.repeat(prompts[: len(items)], lengths)
+        labels[:total][learned] = input_ids[:total][learned]
+        row = {"input_ids": input_ids, "labels": labels, "position_ids": positions, "seq_idx": seq_idx}
+        batch: Batch = {name: torch.from_numpy(values)[None] for name, values in row.items()}
+        batch |= {"task_ids": torch.from_numpy(task_ids), "prompt_lengths": torch.from_numpy(prompts)}
+        if self.boundaries is not None:
+            ends = self._ends(segments, int(lengths.max()), length)
+            batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.from_numpy(ends))
+            batch |= dict.fromkeys(("max_length_q", "max_length_k"), self.boundaries)
+        return batch
+
+    def _ends(self, segments: np.ndarray, longest: int, length: int) -> np.ndarray:
+        if longest > (self.boundaries or longest):
+            raise ConfigError(f"boundaries={self.boundaries} is below a sequence of {longest} tokens. Raise it.")
+        size = len(segments) + 1 if self.max_sequences is None else self.max_sequences + 2
+        if len(segments) >= size:
+            raise ConfigError(
+                f"max_sequences={self.max_sequences} leaves no room for a tail in pieces of "
+                f"boundaries={self.boundaries} tokens. Raise one of them."
+            )
+        ends = np.full(size, length, dtype=np.int32)
+        ends[: len(segments)] = segments
+        return ends
 
 
-def _about(items: Sequence[Encoded], size: int | None = None) -> Batch:
-    """What is known about each sequence, for task routing and for routing by the prompt."""
-    missing = (size or len(items)) - len(items)
+def _about(items: Sequence[Encoded], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The task and the prompt length of each sequence [size], for task routing and for routing by the prompt."""
+    missing = size - len(items)
     if missing < 0:
         raise ConfigError(f"max_sequences={size} is below the {len(items)} sequences of one row. Raise it.")
-    return {
-        "task_ids": torch.tensor([item.task_id for item in items] + [-1] * missing, dtype=torch.long),
-        "prompt_lengths": torch.tensor([item.prompt_length for item in items] + [-1] * missing, dtype=torch.long),
-    }
+    about = np.full((2, size), -1, dtype=np.int64)
+    about[:, : len(items)] = [[item.task_id for item in items], [item.prompt_length for item in items]]
+    return about[0], about[1]
