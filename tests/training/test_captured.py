@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from monkeyjump import methods
 from monkeyjump.training import captured
 from monkeyjump.training import compile as compiling
-from monkeyjump.training.captured import CapturedCall, _Recorded
+from monkeyjump.training.captured import CaptureReport
 from monkeyjump.training.fast import fast
-from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch
+from tests import replay
+from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch, tiny_llama
+from tests.replay import RunAgain
 
 
-class RunAgain:
-    """Does recorded work when it is replayed, into the tensors of its recording, as a CUDA graph does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.recorded: _Recorded | None = None
-
-    def record(self, work: Callable[[], None]) -> None:
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        with torch.random.fork_rng():
-            work()
-        for buffer, before in buffers:  # recording does nothing
-            buffer.copy_(before)
-        self.recorded = work.__closure__[-1].cell_contents  # type: ignore[index]
-        self.work = work
-
-    def replay(self) -> None:
-        recorded = self.recorded
-        assert recorded is not None
-        output, flat = recorded.output, recorded.flat
-        self.work()
-        output.loss.copy_(recorded.output.loss)
-        for kind, values in flat.items():
-            values.copy_(recorded.flat[kind])
-        recorded.output, recorded.flat = output, flat
-
-
-def replaying(model: Any) -> CapturedCall:
-    call = CapturedCall(model, lambda: RunAgain(model))
-    model._compiled_call_impl = call
-    return call
+def replaying(model: Any) -> AbstractContextManager[CaptureReport]:
+    return replay.replaying(model, compiling.compiled_parts(model.get_base_model(), "model"))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -72,79 +47,140 @@ def train(model: Any, batches: list[list[dict[str, Any]]]) -> list[Tensor]:
     return losses
 
 
+def twenty_steps() -> list[list[dict[str, Any]]]:
+    shapes = [(2, 8), (3, 6), (2, 8), (1, 10)]
+    return [[lm_batch(*shapes[(n + m) % 4], seed=7 * n + m) for m in range(2)] for n in range(20)]
+
+
 @pytest.mark.parametrize("adapter", ADAPTER_NAMES)
 def test_twenty_replayed_steps_are_twenty_ordinary_ones(adapter: str) -> None:
-    shapes = [(2, 8), (3, 6), (2, 8), (1, 10)]
-    batches = [[lm_batch(*shapes[(n + m) % 4], seed=7 * n + m) for m in range(2)] for n in range(20)]
     models = [adapted(adapter=adapter, ema_interval=2, dropout=0.1).train() for _ in range(2)]
-    call = replaying(models[1])
-    assert_same(*[{str(n): loss for n, loss in enumerate(train(model, batches))} for model in models])
-    assert_same(*[dict(model.state_dict()) for model in models])
-    assert call.report.graphs == 3
-    assert call.report.replayed == 40 - 3 * captured.WARM_UP
+    expected = train(models[0], twenty_steps())
+    with replaying(models[1]) as report:
+        found = train(models[1], twenty_steps())
+    assert_same(*[{str(n): loss for n, loss in enumerate(losses)} for losses in (found, expected)])
+    assert_same(*[settled(model) for model in models])
+    assert report.graphs == 3
+    assert report.replayed == 40 - 3 * captured.WARM_UP
 
 
-def test_a_replay_before_the_last_backward_changes_nothing() -> None:
+@pytest.mark.parametrize("method", ["hydralora", "moelora", "mixlora", "more", "moa", "mjlora_oracle"])
+def test_routers_that_learn_or_are_told_the_task_are_replayed_with_what_they_read_and_say(method: str) -> None:
+    config = methods.build(method, "mj_paper", dropout=0.0)
+    models = [get_peft_model(tiny_llama(), config).train() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    batches = [[lm_batch(2, 8, seed=n) | {"task_ids": torch.tensor([n % 2, 1])}] for n in range(6)]
+    expected = train(models[0], batches)
+    with replaying(models[1]) as report:
+        found = train(models[1], batches)
+    assert report.replayed == 4
+    assert_same(*[{str(n): loss for n, loss in enumerate(losses)} for losses in (found, expected)])
+    assert_same(*[settled(model) for model in models])
+
+
+def settled(model: nn.Module) -> dict[str, Tensor]:
+    """The state without what is staged and may never be committed: off the interval an eager forward leaves it out."""
+    return {name: tensor for name, tensor in model.state_dict().items() if "staged" not in name}
+
+
+def test_a_forward_before_the_last_backward_is_not_replayed_and_right() -> None:
     model = adapted(ema_stop=0).train()
     batches = [lm_batch(2, 8, seed=n) for n in range(2)]
     (2 * model(**batches[0]).loss + model(**batches[1]).loss).backward()
     expected = gradients(model)
     model.zero_grad()
-    call = replaying(model)
-    for _ in range(captured.WARM_UP):
-        model(**batches[0])
-    (2 * model(**batches[0]).loss + model(**batches[1]).loss).backward()
-    assert call.report.replayed == 2
-    assert_same(gradients(model), expected)
+    with replaying(model) as report:
+        for _ in range(captured.WARM_UP):
+            model(**batches[0])
+        (2 * model(**batches[0]).loss + model(**batches[1]).loss).backward()
+        assert_same(gradients(model), expected)
+        model(**batches[0])  # dropped without a backward: nothing waits
+        model(**batches[0]).loss.backward()
+    assert report.replayed == 3
+    assert report.others["another forward waits for its backward"] == 1
 
 
-def test_the_number_of_tokens_is_no_shape_and_what_cannot_be_replayed_runs_as_it_is() -> None:
+def test_a_second_backward_is_refused() -> None:
     model = adapted(ema_stop=0).train()
-    call = replaying(model)
-    for count in range(5, 10):
-        model(**lm_batch(2, 8), num_items_in_batch=count)
-    assert call.report.graphs == 1
-    assert call.report.replayed == 3
-    batch = lm_batch(2, 8)
-    assert torch.equal(model(batch.pop("input_ids"), **batch).loss, model(**lm_batch(2, 8)).loss)
-    assert call.report.others["arguments without names"] == 1
-    batch = lm_batch(2, 8)
-    del batch["labels"]
-    for _ in range(captured.WARM_UP + 1):
-        assert model(**batch).loss is None
-    assert call.report.others["cannot be captured"] == 1
+    with replaying(model):
+        for _ in range(captured.WARM_UP):
+            model(**lm_batch(2, 8))
+        loss = model(**lm_batch(2, 8)).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="one backward"):
+            loss.backward()
+
+
+def test_any_loss_of_the_outputs_can_be_made_outside() -> None:
+    """A trainer that makes its own loss, from logits, of a model that is given no labels."""
+    models = [adapted(ema_interval=2).train() for _ in range(2)]
+    for model, replays in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        parts = replaying(model) if replays else fast(model, compile=False, capture=False, fused_loss=False)
+        with parts as report:
+            for n in range(6):
+                batch = lm_batch(2, 8, seed=n)
+                labels = batch.pop("labels")
+                logits = model(**batch).logits
+                torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert report.replayed == 4
+    assert_same(*[settled(model) for model in models])
+
+
+def test_the_number_of_tokens_is_no_shape_and_others_parameters_are_another_graph() -> None:
+    model = adapted(ema_stop=0).train()
+    with replaying(model) as report:
+        for count in range(5, 10):
+            model(**lm_batch(2, 8), num_items_in_batch=count).loss.backward()
+        assert (report.graphs, report.replayed) == (1, 3)
+        parameter = next(p for p in model.parameters() if p.requires_grad)
+        parameter.data = parameter.data.clone()
+        for _ in range(3):
+            model(**lm_batch(2, 8)).loss.backward()
+        assert (report.graphs, report.replayed) == (2, 4)
 
 
 def test_without_memory_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = adapted().train()
-    call = replaying(model)
 
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(RunAgain, "record", full)
-    for _ in range(4):
-        model(**lm_batch(2, 8)).loss.backward()
-    assert call.report.replayed == 0
+    with replaying(model) as report:
+        for _ in range(4):
+            model(**lm_batch(2, 8)).loss.backward()
+    assert report.replayed == 0
+    assert report.others["cannot be captured"] == 2
     assert capsys.readouterr().out.count("no memory to capture batches of shape (2, 8)") == 1
 
 
-def test_fast_trains_the_same_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["ours", "peft"])
+def test_fast_trains_the_same_and_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around our adapters and around PEFT's own LoRA."""
+
+    def new() -> Any:
+        torch.manual_seed(0)
+        lora = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM")
+        model = adapted(ema_interval=2) if kind == "ours" else get_peft_model(tiny_llama(), lora)
+        return model.train()
+
     batches = [[lm_batch(2, 8, seed=n)] for n in range(5)]
-    models = [adapted(ema_interval=2).train() for _ in range(2)]
+    models = [new() for _ in range(2)]
     traces = [{name: set(vars(module)) for name, module in models[1].named_modules()}]
     expected = train(models[0], batches)
-    monkeypatch.setattr(captured, "CudaGraph", lambda pool: RunAgain(models[1]))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr("monkeyjump.training.fast.captured", replay.replaying)
     monkeypatch.setattr(compiling, "BACKEND", "eager")
-    with fast(models[1], compile=True, capture=True, fused_loss="torch") as report:
+    with fast(models[1], compile=True, capture=True, fused_loss="torch", pads_last=True) as report:
         found = train(models[1], batches)
     assert report.captured is not None
     assert report.captured.replayed == 3
     assert report.fused_loss == "torch"
     traces.append({name: set(vars(module)) for name, module in models[1].named_modules()})
     assert traces[0] == traces[1]
+    assert models[1].config._attn_implementation == models[0].config._attn_implementation
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    states = [{k: v for k, v in model.state_dict().items() if "staged" not in k} for model in models]
-    assert_same(*states, atol=1e-4, rtol=1e-4)  # what is staged and never committed is not the same
+    assert_same(*[settled(model) for model in models], atol=1e-4, rtol=1e-4)

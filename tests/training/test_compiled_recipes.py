@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from monkeyjump.training.compile import OwnGradients
-from monkeyjump.training.fast_path import fast_path
+from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.recipe import load_recipe
 from monkeyjump.training.run import RunResult, run
 from tests.helpers import COMPILING
+from tests.replay import replaying
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 pytestmark = COMPILING
@@ -31,6 +30,9 @@ EPOCH = (
 )  # fmt: skip
 
 
+EVERYTHING = FastSettings("blocks", True, "torch", pads_last=True)
+
+
 def trained(path: Path, output: Path, *overrides: str) -> tuple[RunResult, list[float]]:
     """An epoch of 22 texts, the last batch incomplete, and its losses step by step."""
     result = run(load_recipe(str(path), [f"output={output}", *EPOCH, *overrides]), test=False)
@@ -45,7 +47,7 @@ def test_a_compiled_recipe_trains_the_same(
     assert len(losses) == 6
     assert "graphs" not in expected.measurements
     monkeypatch.setattr("monkeyjump.training.compile.BACKEND", "eager")
-    for what, buckets, graphs in [("true", "[104, 112]", 4), ("model", "[112]", 1)]:
+    for what, buckets, graphs in [("true", "[104, 112]", 2), ("model", "[112]", 1)]:
         settings = (f"train.compile={what}", f"data.buckets={buckets}", "train.fused_loss=torch")
         result, found = trained(recipe_file, tmp_path / what, *settings)
         assert found == pytest.approx(losses, rel=1e-5)
@@ -68,32 +70,20 @@ def test_packed_rows_compile_once(recipe_file: Path, tmp_path: Path, monkeypatch
     assert result.measurements["graphs"] == 1
 
 
-def test_cuda_graphs_reach_the_compiler_and_the_trainer(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_captured_recipe_trains_the_same(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a machine with a GPU; here the compiler is asked for them and then replaced."""
-    asked: list[dict[str, Any]] = []
-    begun: list[int] = []
-    begin = OwnGradients.begin
-
-    def counting(self: OwnGradients) -> None:
-        begun.append(1)
-        begin(self)
-
-    def compiler(function: Any, **options: Any) -> Any:
-        asked.append(options)
-        return function
-
-    def on_gpu(*args: Any, **kwargs: Any) -> Any:
-        return fast_path(*args, **{**kwargs, "on_gpu": True})
-
-    monkeypatch.setattr("monkeyjump.training.run.fast_path", on_gpu)
-    monkeypatch.setattr("monkeyjump.training.compile.torch.compile", compiler)
-    monkeypatch.setattr(OwnGradients, "begin", counting)
-    settings = ("train.compile=model", "train.cuda_graphs=true", "train.accumulation=2", "train.fused_loss=off")
-    _, found = trained(recipe_file, tmp_path / "graphs", *settings)
-    monkeypatch.undo()
-    _, losses = trained(recipe_file, tmp_path / "plain", "train.accumulation=2", "train.fused_loss=off")
-    assert asked == [{"backend": "inductor", "fullgraph": True, "dynamic": False, "mode": "reduce-overhead"}]
-    assert len(begun) == 6
-    assert found == pytest.approx(losses, rel=1e-6)
+    """With accumulation, packed and padded, and validated in between. A graph is here one that runs its work again."""
+    for packing in ("true", "false"):
+        settings = (f"data.packing={packing}", "train.accumulation=2", "train.epochs=3", "train.eval_steps=4")
+        settings = (*settings, "train.save_steps=4", "data.max_length=128", "data.buckets=[]")
+        _, losses = trained(recipe_file, tmp_path / f"eager-{packing}", *settings)
+        with monkeypatch.context() as patched:
+            patched.setattr("monkeyjump.training.compile.BACKEND", "eager")
+            patched.setattr("monkeyjump.training.fast.captured", replaying)
+            patched.setattr(FastSettings, "of_recipe", lambda *_: EVERYTHING)
+            result, found = trained(recipe_file, tmp_path / f"fast-{packing}", *settings)
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert result.measurements["replayed"] > len(losses)
+        assert result.measurements["attention"] == "monkeyjump_pads_last"
+        assert "forwards replayed from" in capsys.readouterr().out

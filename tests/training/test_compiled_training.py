@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch._dynamo.backends.registry import lookup_backend
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.training.compile import OwnGradients, compiled, compiled_parts
+from monkeyjump.training.compile import compiled, compiled_parts
 from tests.architectures.test_architectures import MODELS
 from tests.helpers import COMPILING, adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama, wrap
 
@@ -191,33 +191,14 @@ def test_what_a_forward_writes_has_a_fixed_address(what: str) -> None:
     assert all(getattr(buffer, "_dynamo_static_input_type", None) for buffer in written.values())
 
 
-def test_gradients_have_memory_of_their_own() -> None:
-    model = small(1)
-    twin = copy.deepcopy(model)
-    own = OwnGradients(model)
-    for step in range(3):
-        for micro in range(2):
-            own.begin()
-            for one in (model, twin):
-                one(**batch(8, 2 * step + micro)).loss.backward()
-            assert all(p.grad is memory for p, memory in zip(own.parameters, own.memory, strict=True))
-        assert_same(gradients(model), gradients(twin))
-        for one in (model, twin):
-            one.zero_grad()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("what", "cuda_graphs"), [("blocks", False), ("model", False), ("model", True)])
-def test_on_a_gpu(what: str, cuda_graphs: bool) -> None:
-    """Inductor, and CUDA graphs over accumulated micro-batches of changing shapes."""
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_on_a_gpu(what: str) -> None:
+    """Inductor over accumulated micro-batches of changing shapes."""
     model = small(3).cuda()
     twin = copy.deepcopy(model)
-    lengths = [16, 16, 32, 16, 32, 32, 16, 16, 32, 32]
-    own = OwnGradients(model) if cuda_graphs else None
-    with compiled(model, what, shapes=2, cuda_graphs=cuda_graphs) as report:
-        for seed, length in enumerate(lengths):
-            if own is not None:
-                own.begin()
+    with compiled(model, what, shapes=2) as report:
+        for seed, length in enumerate([24, 24, 32, 24, 32, 32, 24, 24, 32, 32]):
             given = {name: tensor.cuda() for name, tensor in batch(length, seed).items()}
             for one in (model, twin):
                 one(**given).loss.backward()
@@ -226,4 +207,4 @@ def test_on_a_gpu(what: str, cuda_graphs: bool) -> None:
                 assert_same(routing_state(model), routing_state(twin), rtol=1e-3, atol=1e-4)
                 for one in (model, twin):
                     one.zero_grad()
-    assert report.graphs == (4 if what == "blocks" else 2)
+    assert report.graphs <= 4

@@ -69,22 +69,19 @@ def pads_last_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs: Any,
+    **told: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention [B, T, H, D] of q [B, H, T, D] and k, v [B, G, T, D], within the packed sequences if told."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if cu_seq_lens_q is None or attention_mask is not None:
+    ends, longest = told.get("cu_seq_lens_q"), told.get("max_length_q")
+    if ends is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and max_length_q is not None:
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and longest is not None:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H, D]
-        ends = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
-        return torch.ops.aten._flash_attention_forward(
-            q, k, v, *ends, dropout, True, False, scale=scaling
-        )[0].unsqueeze(0), None
+        flash = torch.ops.aten._flash_attention_forward
+        return flash(q, k, v, ends, ends, longest, longest, dropout, True, False, scale=scaling)[0].unsqueeze(0), None
     place = torch.arange(query.shape[2], device=query.device)
-    segment = torch.searchsorted(cu_seq_lens_q[1:].contiguous(), place, right=True)
+    segment = torch.searchsorted(ends[1:].contiguous(), place, right=True)
     mask = (segment[:, None] == segment) & (place[:, None] >= place)
     return sdpa_attention_forward(module, query, key, value, mask[None, None], dropout=dropout, scaling=scaling)

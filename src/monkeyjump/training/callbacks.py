@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 
 from monkeyjump.training.fast import fast
 from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
-from monkeyjump.tuner.model import require_context
+from monkeyjump.tuner.context import RoutingContext
+from monkeyjump.tuner.model import find_context, require_context
 from monkeyjump.tuner.trace import staged_load
 from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, project_gradients
 from monkeyjump.tuner.training.regularizer import add_regularizer_gradients
@@ -38,8 +39,9 @@ class MonkeyJumpCallback(TrainerCallback):
         progress: bool = True,
         fast: bool = False,
     ) -> None:
-        """`fast` trains inside `monkeyjump.fast`."""
-        self._fast = ExitStack() if fast else None
+        """`fast` trains inside `monkeyjump.fast`, which also takes a model with PEFT's own LoRA."""
+        self.fast = fast
+        self._inside = ExitStack()
         self.num_tokens = num_tokens
         self.seed = seed
         self.dataloader = dataloader
@@ -48,8 +50,9 @@ class MonkeyJumpCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         model = _unwrapped(model)
-        require_context(model).accumulation = args.gradient_accumulation_steps
-        for name in _centroid_adapters(model):
+        if (context := self._context(model)) is not None:
+            context.accumulation = args.gradient_accumulation_steps
+        for name in [] if context is None else _centroid_adapters(context):
             if not centers_initialized(model, name):
                 source = (
                     self.dataloader if self.dataloader is not None else sampling_loader(train_dataloader, self.seed)
@@ -59,23 +62,27 @@ class MonkeyJumpCallback(TrainerCallback):
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress
                 )
 
-        if self._fast is not None:
-            self._fast.enter_context(fast(model))
+        if self.fast:
+            self._inside.enter_context(fast(model))
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._fast is not None:
-            self._fast.close()
+        self._inside.close()
+
+    def _context(self, model: nn.Module) -> RoutingContext | None:
+        """The routing of the model. With `fast` it may have none: PEFT's own LoRA needs nothing else of this."""
+        return find_context(model) if self.fast else require_context(model)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Ask for the load of the experts in the steps that are logged; others may do without the statistics."""
         logged = state.logging_steps and (state.global_step + 1) % state.logging_steps == 0
-        require_context(_unwrapped(model)).watches_load = bool(
-            logged or (args.logging_first_step and not state.global_step)
-        )
+        if (context := self._context(_unwrapped(model))) is not None:
+            context.watches_load = bool(logged or (args.logging_first_step and not state.global_step))
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         model = _unwrapped(model)
-        context = require_context(model)
+        context = self._context(model)
+        if context is None:
+            return
         if context.regularizer_due:
             add_regularizer_gradients(model)
             context.regularizer_due = False
@@ -89,7 +96,9 @@ class MonkeyJumpCallback(TrainerCallback):
         if logs is None or model is None or "loss" not in logs:
             return
         model = _unwrapped(model)
-        context = require_context(model)
+        context = self._context(model)
+        if context is None:
+            return
         shown: dict[str, float] = {}
         for name in dict.fromkeys(name for blocks in context.lists.values() for name in blocks.active()):
             loads = list(staged_load(model, name).values())
@@ -123,10 +132,7 @@ def _unwrapped(model: Any) -> nn.Module:
     return extract_model_from_parallel(model)
 
 
-def _centroid_adapters(model: nn.Module) -> list[str]:
+def _centroid_adapters(context: RoutingContext) -> list[str]:
     return [
-        name
-        for blocks in require_context(model).lists.values()
-        for name, config in blocks.active().items()
-        if config.uses_centers
+        name for blocks in context.lists.values() for name, config in blocks.active().items() if config.uses_centers
     ]

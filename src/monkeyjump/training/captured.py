@@ -14,6 +14,7 @@ backward is therefore not replayed.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -119,6 +120,7 @@ class CapturedCall:
     ) -> None:
         self.module, self.context, self.report, self.new_graph = module, context, report, new_graph
         self.flight: weakref.ref[Flight] | None = None
+        self._caches = "use_cache" in inspect.signature(module.forward).parameters
         self._compiled = vars(module).get("_compiled_call_impl") or module._call_impl
         self._seen: Counter[Key] = Counter()
         self._graphs: dict[Key, Recorded | None] = {}  # None: cannot be recorded
@@ -128,6 +130,8 @@ class CapturedCall:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.module._call_impl(*args, **kwargs)
         kwargs.pop("num_items_in_batch", None)  # the loss reads it; here every number would be another shape
+        if self._caches and kwargs.get("past_key_values") is None:
+            kwargs["use_cache"] = False  # nobody generates here, and a graph gives no cache
         leaves, spec = tree_flatten((args, kwargs, self.told()))
         key = _key(leaves, spec)
         if key is None:
@@ -152,12 +156,10 @@ class CapturedCall:
     def told(self) -> dict[str, Any]:
         """What the stack reads of the call around it."""
         call = None if self.context is None else calls_of(self.context)
-        if call is None or self.context is None:
+        if call is None:
             return {}
         told = {name: getattr(call, name) for name in TOLD}
-        if call.seeds is not None and any(group.first().dropout for group in self.context.shared_inputs.groups):
-            told["seeds"] = call.seeds.table(next(self.module.parameters()).device)
-        return told
+        return told | {"seeds": None if call.seeds is None else call.seeds.drawn()}
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         return self._compiled(*args, **kwargs)
@@ -273,7 +275,7 @@ class Recorded:
             return
         before: dict[str, Any] = {name: getattr(call, name) for name in (*TOLD, "seeds")}
         _set(call, {name: told[name] for name in TOLD if name in told})
-        if "seeds" in told:
+        if told.get("seeds") is not None:
             call.seeds = Seeds.of(told["seeds"])
             self.owner.context.shared_inputs.hand_out(call)
         try:

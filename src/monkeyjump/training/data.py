@@ -106,7 +106,7 @@ def _packed(recipe: Recipe, tokenizer: Any, mixture: Mixture, fast: FastSettings
     return TrainingData(
         mixture,
         BatchSampler.packed(mixture.order, mixture.lengths, capacity),
-        PackingCollator(tokenizer.pad_token_id, length=capacity, max_sequences=most),
+        PackingCollator(tokenizer.pad_token_id, capacity, most, recipe.data.max_length if fast.few_shapes else None),
         shapes=1,
         calibration=CalibrationBatches(mixture, tokenizer, recipe.seed),
     )

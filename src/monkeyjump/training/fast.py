@@ -4,7 +4,7 @@
 |---|---|---|
 | fused loss | the loss is made without the logits of a batch | causal models of Transformers, on a GPU |
 | compiled blocks | one graph of the compiler serves all blocks of a kind and all lengths | on a GPU |
-| captured blocks | a forward, and a backward, are one launch each | one CUDA graph for each batch shape that comes often |
+| captured blocks | a forward, and a backward, are one launch each | on a GPU, batch shapes that come often |
 | attention | no mask is made where the padding is known to be at the end | models with torch's attention |
 | PEFT's LoRA | our kernels compute the layers of PEFT | plain LoRA on linear layers, on a GPU |
 

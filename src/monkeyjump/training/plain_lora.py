@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 

@@ -178,6 +178,10 @@ class Seeds:
         seeds._tables[table.device] = table
         return seeds
 
+    def drawn(self) -> Tensor | None:
+        """The table, if it has been drawn, on one device."""
+        return next(iter(self._tables.values())) if len(self._tables) == 1 else None
+
     def table(self, device: torch.device) -> Tensor:
         """[groups, 2], of which the first column counts: every seed begins where a compiler expects a tensor to."""
         if device not in self._tables:
