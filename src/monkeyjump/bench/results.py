@@ -32,7 +32,11 @@ def settings_from(options: Namespace) -> Settings:
         raise ConfigError(f"device={options.device!r}: torch finds no GPU on this machine; use --device cpu.")
     given["device"] = options.device or ("cuda" if on_gpu else "cpu")
     given["dtype"] = options.dtype or ("bfloat16" if on_gpu else "float32")
-    if "methods" in options:
+    if options.kind == "train":
+        from monkeyjump.bench.train import variants
+
+        given["methods"] = tuple(variants(options.methods, options.alone))
+    elif "methods" in options:
         given["methods"] = tuple(variant_names(options.methods, options.alone or options.kind == "init"))
     default = verb.defaults.get("modes", verb.modes) if on_gpu else verb.modes[: verb.on_cpu]
     modes = getattr(options, "modes", None) or default

@@ -53,6 +53,10 @@ class Settings:
     keep: int = option(50_000, "tokens that are clustered; four times as many are read")
     axes: tuple[str, ...] = option(("tokens", "rank", "experts", "blocks"), "what grows, one at a time")
     points: int | None = option(None, "at most so many on each axis, its ends with them")
+    tasks: tuple[str, ...] = option(("builtin",), "tasks that are trained on")
+    data: str | None = option(None, "folder of data files (default: each task's own source)")
+    tokenizer: str = option("smollm2-135m", "model whose tokenizer reads the texts")
+    packing: bool = option(False, "fill rows of --batch x --tokens tokens")
     ops: tuple[str, ...] | None = option(None, "ops to measure (default: all)")
     size: tuple[int, int, int] = (0, 0, 0)  # tokens, width and experts of one op
     copy_bytes_per_second: float = 0.0
@@ -114,6 +118,18 @@ VERBS = {
         "a training step: the frozen model, PEFT's LoRA and methods",
         f"{_STEP} scope fused_loss profile rounds",
         ("eager", "compile", "graph"),
+    ),
+    "train": Verb(
+        "`monkeyjump train` from start to end, beside PEFT's LoRA",
+        f"{_MODEL} rounds modes steps tasks data tokenizer packing",
+        ("cold", "warm"),
+        on_cpu=2,
+        defaults={
+            "methods": ("mjlora",),
+            "steps": 80,
+            "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"),
+            "hold": 99,
+        },
     ),
     "inference": Verb(
         "the prompt and the decoding of a generation",

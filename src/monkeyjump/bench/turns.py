@@ -133,10 +133,12 @@ def pooled(before: Row, now: Row) -> Row:
         return now
     from monkeyjump.bench.runs import summary
 
-    times = [*before["times_ms"], *now["times_ms"]]
-    found = summary(times)
-    rate, turns = before["tokens_per_second"] * before["median_ms"] / found["median_ms"], before.get("turns", 1) + 1
-    return {**before, **found, "times_ms": times, "tokens_per_second": rate, "turns": turns}
+    found: Row = summary([*before["times_ms"], *now["times_ms"]])
+    found["turns"] = before.get("turns", 1) + 1
+    if "tokens_per_second" in before:
+        found["tokens_per_second"] = before["tokens_per_second"] * before["median_ms"] / found["median_ms"]
+    lists = {name: [*before[name], *now[name]] for name in ("times_ms", "each") if name in now}
+    return {**before, **found, **lists}
 
 
 @dataclass
