@@ -93,6 +93,9 @@ def captured(model: Any, parts: list[Any], new_graph: Callable[[], Graph] | None
     if managed(model):
         report.others["weights are gathered for every call"] += 1
         parts = []
+    if any(getattr(module, "per_token", False) for module in model.modules()):
+        report.others["AdaLoRA counts the tokens of its experts"] += 1
+        parts = []
     for part in parts:
         part._compiled_call_impl = CapturedCall(part, context, report, new_graph)
     if context is not None:  # the schedule of the centres must not ask the host
@@ -179,11 +182,12 @@ class CapturedCall:
         try:
             recorded = Recorded(self, leaves, spec)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            _end_recording()
             shape = tuple(next(value.shape for value in leaves if isinstance(value, Tensor)))
             say(f"no memory to capture batches of shape {shape}, which run without: lower batch_size or max_length")
             return None
         except RuntimeError as error:
+            _end_recording()
             say(f"a step cannot be captured and runs without: {str(error).splitlines()[0]}")
             return None
         self.report.graphs += 1
@@ -301,6 +305,14 @@ class _Replayed(torch.autograd.Function):
             raise RuntimeError("a captured forward has one backward: what the second needs has been overwritten.")
         ctx.flight.landed = True
         return None, None, *ctx.recorded.gradients(upstream)
+
+
+def _end_recording() -> None:
+    """After a recording that failed: its memory is free again, and random numbers belong to no graph."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        for generator in torch.cuda.default_generators:
+            generator.graphsafe_set_state(generator.clone_state())
 
 
 def _set(call: ModelCall, values: dict[str, Any]) -> None:

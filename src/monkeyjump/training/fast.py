@@ -95,7 +95,8 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
     chosen = (settings or FastSettings(**changes)).on(parameter.device.type == "cuda")
     report = FastReport()
     with ExitStack() as stack:
-        stack.enter_context(faster_lora(model))
+        if chosen.compile or chosen.capture:
+            stack.enter_context(faster_lora(model))
         report.fused_loss = stack.enter_context(with_fused_loss(model, chosen.fused_loss, parameter.is_cuda))
         if chosen.compile or chosen.capture:
             report.attention = stack.enter_context(attending(model, chosen.pads_last))
