@@ -5,33 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
+
 from monkeyjump.errors import ConfigError
+from monkeyjump.tasks import cache
 from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, Example
 
 IGNORE = -100  # what cross-entropy skips
 _CHUNK = 1024  # rows tokenized in one call: the tokenizer works in parallel inside
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """One training sequence: prompt, answer, eos."""
+    """One training sequence: prompt, answer, eos. Its labels are what follows the prompt."""
 
-    input_ids: list[int]
+    input_ids: np.ndarray  # int32 [T]
     prompt_length: int
     task_id: int
 
-    @property
-    def labels(self) -> list[int]:
-        return [IGNORE] * self.prompt_length + self.input_ids[self.prompt_length :]
-
     def __len__(self) -> int:
         return len(self.input_ids)
-
-
-Memo = dict[Example, tuple[list[int] | None, list[int], bool]]  # prompt (None: dropped), answer, whether it was cut
 
 
 @dataclass
@@ -59,9 +56,7 @@ class Encoder:
         answer_format: AnswerFormat = "letter",
         too_long: Literal["drop", "raise"] = "drop",
         system: str | None = None,
-        memo: Memo | None = None,
     ) -> None:
-        """`memo` remembers training sequences, for encoders with the same settings that meet the same examples."""
         problems = []
         if answer_format not in ANSWER_FORMATS:
             problems.append(f"answer_format={answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}.")
@@ -79,7 +74,6 @@ class Encoder:
         self.answer_format = answer_format
         self.too_long = too_long
         self.system = system
-        self.memo = memo
         self.counts = EncodeCounts()
 
     # -- the pieces evaluation needs ------------------------------------------------------------
@@ -111,29 +105,29 @@ class Encoder:
         """Sequences in the order of the examples, dropped ones left out; holds at most a chunk in memory."""
         source = iter(examples)
         while chunk := list(islice(source, chunk_size)):
-            found = self.memo if self.memo is not None else {}
-            self._encode([example for example in chunk if example not in found], found)
-            for example in chunk:
-                prompt, answer, cut = found[example]
-                if cut:
-                    self.counts.truncated[example.task] += 1
-                if prompt is None:
-                    self.counts.dropped[example.task] += 1
-                else:
+            prompts = self._ids([self.prompt_text(example) for example in chunk])
+            answers = self._ids([example.target(self.answer_format) for example in chunk])
+            for example, ids, answer in zip(chunk, prompts, answers, strict=True):
+                prompt = self._fit(example, ids)
+                if prompt is not None:
                     self.counts.encoded[example.task] += 1
-                    sequence = [*prompt, *answer, self.tokenizer.eos_token_id]
+                    sequence = np.array([*prompt, *answer, self.tokenizer.eos_token_id], dtype=np.int32)
                     yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0))
 
-    def _encode(self, examples: list[Example], found: Memo) -> None:
-        if not examples:
-            return
-        prompts = self._ids([self.prompt_text(example) for example in examples])
-        answers = self._ids([example.target(self.answer_format) for example in examples])
-        counted, self.counts = self.counts, EncodeCounts()  # `stream` counts, also what was encoded before
-        for example, ids, answer in zip(examples, prompts, answers, strict=True):
-            before = self.counts.truncated.total()
-            found[example] = self._fit(example, ids), answer, self.counts.truncated.total() > before
-        self.counts = counted
+    def identity(self) -> str | None:
+        """A hash of all that ids follow from beside the example; None for a tokenizer that does not tell how it works.
+
+        A prompt is rendered for it, because templates may read the clock.
+        """
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        rendered = self._ids([self.prompt_text(Example(question="?"))])  # first: it sets the backend's own options
+        names = ("chat_template", "special_tokens_map", "eos_token_id", "split_special_tokens")
+        known = [getattr(self.tokenizer, name, None) for name in names]
+        settings = (self.answer_format, self.max_length, self.too_long, self.system)
+        packages = [version(name) for name in ("transformers", "tokenizers")]
+        return cache.key(type(self.tokenizer), backend.to_str(), rendered, known, settings, packages)
 
     # -- fitting --------------------------------------------------------------------------------
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache as cache_in_memory
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tasks import cache
 from monkeyjump.tasks.cells import Row
 from monkeyjump.tasks.files import ENDINGS, read_rows
 from monkeyjump.tasks.task import SPLITS, Example, FileSource, GeneratedSource, HubSource, Task
@@ -84,6 +87,63 @@ def _empty(task: Task, split: str, data_dir: str | Path | None, fraction: float)
             f"(validation_fraction={fraction:g}). Raise validation_fraction, or give the task a validation file."
         )
     return f"task {task.name!r}: its {split} split ({where}) has no rows. Add rows, or leave the task out."
+
+
+def origin(
+    task: Task,
+    split: str,
+    data_dir: str | Path | None = None,
+    *,
+    seed: int = 0,
+    validation_fraction: float = VALIDATION_FRACTION,
+) -> str | None:
+    """A hash of all that the examples of a split follow from: data, settings, and the code of this package.
+
+    None where that is not known: for data of the hub, and for tasks with code of the user's own.
+    """
+    own_validation = has_own_validation(task, data_dir)
+    path = file_of(task, split if split == "test" or own_validation else "train", data_dir)
+    try:
+        if path is not None and path.is_file():
+            source: Any = ("".join(path.suffixes), file_hash(path))
+        elif isinstance(task.source, GeneratedSource):
+            source = _code(task.source.generate), seed
+        else:
+            return None
+        parts = (task.name, task.fields, _code(task.render), source, split, own_validation, validation_fraction)
+    except _UnknownCodeError:
+        return None
+    return cache.key(_package_code(), *parts)
+
+
+class _UnknownCodeError(Exception):
+    """A function from outside this folder."""
+
+
+def _code(value: Any) -> Any:
+    """What a function of this folder does, in values that can be printed: its name, and what it was made with."""
+    if not callable(value):
+        return value
+    if not getattr(value, "__module__", "").startswith(f"{__package__}."):
+        raise _UnknownCodeError
+    return value.__module__, value.__qualname__, [_code(cell.cell_contents) for cell in value.__closure__ or ()]
+
+
+@cache_in_memory
+def _package_code() -> str:
+    return cache.key(*(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+
+
+def file_hash(path: Path) -> str:
+    """The sha256 of a file, which is not read again while it has the same size and time."""
+    known = path.stat()
+    return _file_hash(path, known.st_mtime_ns, known.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _file_hash(path: Path, _time: int, _size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # -- where rows come from -----------------------------------------------------------------------

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.load import file_of, has_own_validation, stream_rows
+from monkeyjump.tasks import cache
+from monkeyjump.tasks.load import file_hash, file_of, has_own_validation, origin, stream_rows
 from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
 
 MOST_ROWS = 10_000  # of a split; a file may have millions
@@ -29,6 +30,13 @@ class SplitLook:
     answers: Counter[str] = field(default_factory=Counter)
     letters: Counter[str] = field(default_factory=Counter)
     examples: list[Example] = field(default_factory=list)  # the first ones
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SplitLook:
+        known = json.loads(text)
+        examples = [Example(**example | {"options": tuple(example["options"])}) for example in known["examples"]]
+        counts = {name: Counter(known[name]) for name in ("answers", "letters")}
+        return cls(**known | counts | {"examples": examples})
 
     @property
     def size(self) -> str:
@@ -61,12 +69,25 @@ def look_at(
     looks, problems = [], []
     for task in tasks:
         for split in splits:
-            look, found = _look(task, split, data_dir, seed=seed, most=most, streaming=streaming)
+            look, found = _looked(task, split, data_dir, seed=seed, most=most, streaming=streaming)
             looks.append(look)
             problems += [problem for problem in found if problem not in problems]  # splits may share a file
     if problems:
         raise ConfigError(problems, title="bad data")
     return looks
+
+
+def _looked(task: Task, split: str, data_dir: Any, *, seed: int, most: int, **options: Any) -> Any:
+    """The look at a split, from the cache if it was good before."""
+    source = None if options["streaming"] else origin(task, split, data_dir, seed=seed)
+    name = cache.key("look", source, most)
+    if source is not None and (content := cache.read(name)) is not None:
+        return SplitLook.from_json(bytes(content)), []
+    look, problems = _look(task, split, data_dir, seed=seed, most=most, **options)
+    if source is not None and not problems and source == origin(task, split, data_dir, seed=seed):
+        examples = [asdict(example) for example in look.examples]
+        cache.write(name, json.dumps(vars(look) | {"examples": examples}).encode())
+    return look, problems
 
 
 def _look(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -> tuple[SplitLook, list[str]]:
@@ -125,14 +146,9 @@ def origins(tasks: Sequence[Task], looks: Sequence[SplitLook], data_dir: str | P
         known: dict[str, Any] = {"task": look.task, "split": look.split, "rows": look.size, "source": "built in"}
         path = file_of(task, look.split, data_dir)
         if path is not None:
-            known |= {"source": path.name, "sha256": _sha256(path)}
+            known |= {"source": path.name, "sha256": file_hash(path)}
         elif isinstance(task.source, HubSource):
             parts = [task.source.id, task.source.config, task.source.splits.get(look.split), task.source.revision]
             known["source"] = " ".join(["hub:", *(part for part in parts if part)])
         found.append(known)
     return found
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -94,7 +94,7 @@ def _run(
     base, tokenizer = (shared or Shared()).take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
-    batches = training_data(recipe, tasks, tokenizer, None if shared is None else shared.memo(recipe))
+    batches = training_data(recipe, tasks, tokenizer)
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
