@@ -25,6 +25,7 @@ from monkeyjump.tasks.task import Example, Task
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     monkeypatch.setattr(cache, "folder", lambda: path)
+    monkeypatch.setattr(load, "_loaded", {})
     return path
 
 
@@ -66,6 +67,29 @@ def test_the_second_time_nothing_is_read(tmp_path: Path, tokenizer: Any, monkeyp
     assert len(Mixture.load([task], encoder)) == encoder.counts.encoded["own"] > 0
     assert encoder.counts.truncated["own"] > 0
     assert look_at([task]) == looks
+
+
+def test_a_file_is_read_once_for_train_and_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, read, seen = task_of(tmp_path), load.read_rows, list[Path]()
+
+    def counted(path: Path) -> Any:
+        seen.append(path)
+        return read(path)
+
+    monkeypatch.setattr(load, "read_rows", counted)
+    look_at([task], splits=["train", "validation"])
+    for split in ("train", "validation"):
+        examples = tasks.load_examples(task, split)
+        assert examples == list(tasks.stream_examples(task, split))
+        assert tasks.load_examples(task, split, limit=2) == examples[:2]
+        examples.clear()  # a list of one's own
+    assert len(seen) == 1 + 2  # the look, and what was streamed here
+    assert tasks.load_examples(task, "train") + tasks.load_examples(task, "validation")
+    write(tmp_path / "train.jsonl", word="new")
+    assert all("new" in example.question for example in tasks.load_examples(task, "train"))
+    monkeypatch.setattr(load, "_MOST_LOADED", 50)
+    tasks.load_examples(tasks.get("opinion"), "train")
+    assert len(load._loaded) == 1
 
 
 def test_whatever_changes_is_made_anew(tmp_path: Path, tokenizer: Any) -> None:
@@ -127,6 +151,15 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
     Mixture.load([task], Encoder(tokenizer))
     look_at([task], splits=["test"])
     assert not folder.exists()
+
+
+def test_a_change_that_the_time_of_a_file_does_not_tell(tmp_path: Path) -> None:
+    path, hashes = tmp_path / "a", set()
+    for number in range(3):
+        path.write_text(str(number))
+        os.utime(path, ns=(0, time.time_ns() // 10**9 * 10**9))  # of a system that counts seconds
+        hashes.add(load.file_hash(path))
+    assert len(hashes) == 3
 
 
 def test_old_entries_and_the_oldest_of_many_are_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import cache
-from monkeyjump.tasks.load import file_hash, file_of, has_own_validation, origin, stream_rows
+from monkeyjump.tasks.load import file_hash, file_of, has_own_validation, load_examples, origin, stream_rows
 from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
 
 MOST_ROWS = 10_000  # of a split; a file may have millions
@@ -30,6 +30,12 @@ class SplitLook:
     answers: Counter[str] = field(default_factory=Counter)
     letters: Counter[str] = field(default_factory=Counter)
     examples: list[Example] = field(default_factory=list)  # the first ones
+
+    @classmethod
+    def of(cls, task: Task, split: str, examples: list[Example], complete: bool = True) -> SplitLook:
+        answers = Counter(example.answer for example in examples)
+        letters = Counter(example.letter for example in examples if example.options)
+        return cls(task.name, split, len(examples), complete, answers, letters, examples[:100])
 
     @classmethod
     def from_json(cls, text: bytes) -> SplitLook:
@@ -77,43 +83,45 @@ def look_at(
     return looks
 
 
-def _looked(task: Task, split: str, data_dir: Any, *, seed: int, most: int, **options: Any) -> Any:
-    """The look at a split, from the cache if it was good before."""
-    source = None if options["streaming"] else origin(task, split, data_dir, seed=seed)
+def _looked(
+    task: Task, split: str, data_dir: Any, *, seed: int, most: int, streaming: bool
+) -> tuple[SplitLook, list[str]]:
+    """The look at a split and its problems. Of a file, a good one is kept, and its examples are those of the work."""
+    source = None if streaming else origin(task, split, data_dir, seed=seed)
+    if source is None:
+        return _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=streaming)
     name = cache.key("look", source, most)
-    if source is not None and (content := cache.read(name)) is not None:
+    if (content := cache.read(name)) is not None:
         return SplitLook.from_json(bytes(content)), []
-    look, problems = _look(task, split, data_dir, seed=seed, most=most, **options)
-    if source is not None and not problems and source == origin(task, split, data_dir, seed=seed):
-        examples = [asdict(example) for example in look.examples]
-        cache.write(name, json.dumps(vars(look) | {"examples": examples}).encode())
-    return look, problems
-
-
-def _look(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -> tuple[SplitLook, list[str]]:
-    look, problems, bad = SplitLook(task.name, split), [], 0
     try:
-        rows = iter(stream_rows(task, split, data_dir, **options))
+        examples = load_examples(task, split, data_dir, seed=seed)
+    except ConfigError:
+        return _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=False)
+    look = SplitLook.of(task, split, examples[:most], complete=len(examples) <= most)
+    if source == origin(task, split, data_dir, seed=seed):
+        cache.write(name, json.dumps(vars(look) | {"examples": [asdict(one) for one in look.examples]}).encode())
+    return look, []
+
+
+def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -> tuple[SplitLook, list[str]]:
+    """A look that goes on after a bad row, so that all of them are known."""
+    good, bad, problems = list[Example](), 0, list[str]()
+    try:
+        rows = stream_rows(task, split, data_dir, **options)
         for number, row in islice(rows, most):
-            look.rows += 1
             try:
-                example = task.example(row, number)
+                good.append(task.example(row, number))
             except ConfigError as error:
                 bad += 1
                 problems += error.problems if bad <= _SHOWN_PROBLEMS else []
-                continue
-            look.answers[example.answer] += 1
-            look.letters.update([example.letter] if example.options else [])
-            if len(look.examples) < 100:
-                look.examples.append(example)
-        look.complete = next(rows, None) is None
+        complete = next(rows, None) is None
     except ConfigError as error:
-        return look, [*problems, *error.problems]
+        return SplitLook.of(task, split, good), [*problems, *error.problems]
     if bad > _SHOWN_PROBLEMS:
         problems.append(f"task {task.name!r}: {bad - _SHOWN_PROBLEMS} more rows of its {split} split are bad.")
-    if not look.rows:
+    if not good and not bad:
         problems.append(f"task {task.name!r}: its {split} split has no rows. {_more_rows(split)}")
-    return look, problems
+    return SplitLook.of(task, split, good, complete), problems
 
 
 def _more_rows(split: str) -> str:
