@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.collate import PaddingCollator
@@ -70,6 +72,40 @@ def test_cuts_do_not_break_characters(tokenizer: Any) -> None:
     encoded = Encoder(tokenizer, max_length=121).encode(example)
     assert encoded is not None
     assert "\ufffd" not in tokenizer.decode(encoded.input_ids)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["m['content']", "m['content'] | trim", "m['content'] | upper", "m['content'][:100]", "m['content'] | e"],
+)
+def test_prompts_are_what_the_template_makes_of_them(tokenizer: Any, content: str) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = tokenizer.chat_template.replace("m['content']", f"({content})")
+    examples = [SHORT, LONG, Example(question="  Why & how?\n", free_answer="x")]
+    encoder = Encoder(other, system="Be kind.")
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ""}]
+    for example in examples:
+        messages[1]["content"] = example.prompt("letter")
+        expected = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert encoder.prompt_text(example) == expected
+    encoded = encoder.encode_all(examples)
+    other(["a", "bb"], padding=True)  # leaves an option behind in the tokenizer
+    for one, many in zip(examples, encoder.encode_all(examples), strict=True):
+        alone = Encoder(other, system="Be kind.").encode(one)
+        assert alone is not None
+        assert many.input_ids.tolist() == alone.input_ids.tolist()
+    assert [len(item) for item in encoded] == [len(item) for item in encoder.encode_all(examples)]
+
+
+def test_a_tokenizer_that_does_more_than_its_backend(tokenizer: Any) -> None:
+    class Lowering(PreTrainedTokenizerFast):
+        def __call__(self, text: Any, **options: Any) -> Any:
+            return super().__call__([each.lower() for each in text], **options)
+
+    lowering = Lowering(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer), eos_token="</s>")
+    lowering.chat_template = tokenizer.chat_template
+    for item in Encoder(lowering, answer_format="text").encode_all([SHORT, LONG]):
+        assert str(lowering.decode(item.input_ids)).islower()
 
 
 def test_free_answers(tokenizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from itertools import islice
 from typing import Any, Literal
@@ -16,6 +17,9 @@ from monkeyjump.tasks import cache
 from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, Example
 
 IGNORE = -100  # what cross-entropy skips
+_MARK = "<the message>"
+# a message with whatever a template may change
+_UNUSUAL = "\"{{ 'é' }}\" <b>&amp;</b>\n\n\tB: </think> [INST] \\ %s 1,000.00 " * 500 + "end"
 _CHUNK = 1024  # rows tokenized in one call: the tokenizer works in parallel inside
 
 
@@ -88,9 +92,24 @@ class Encoder:
 
     def prompt_text(self, example: Example, context: str | None = None) -> str:
         """The whole prompt as text: what the chat template makes of the question."""
+        message = example.prompt(self.answer_format, context)
+        if self._around and message == message.strip():  # templates often trim
+            return message.join(self._around)
+        return self._rendered(message)
+
+    def _rendered(self, message: str) -> str:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages.append({"role": "user", "content": example.prompt(self.answer_format, context)})
+        messages.append({"role": "user", "content": message})
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    @cached_property
+    def _around(self) -> list[str]:
+        """What the template puts before and after a message; empty for one that also changes messages.
+
+        Putting them around a text takes a thirtieth of the time of the template.
+        """
+        around = self._rendered(_MARK).split(_MARK)
+        return around if len(around) == 2 and self._rendered(_UNUSUAL) == _UNUSUAL.join(around) else []
 
     # -- training sequences ---------------------------------------------------------------------
 
@@ -103,7 +122,7 @@ class Encoder:
 
     def stream(self, examples: Iterable[Example], chunk_size: int = _CHUNK) -> Iterator[Encoded]:
         """Sequences in the order of the examples, dropped ones left out; holds at most a chunk in memory."""
-        source = iter(examples)
+        source, eos = iter(examples), self.tokenizer.eos_token_id
         while chunk := list(islice(source, chunk_size)):
             prompts = self._ids([self.prompt_text(example) for example in chunk])
             answers = self._ids([example.target(self.answer_format) for example in chunk])
@@ -111,7 +130,7 @@ class Encoder:
                 prompt = self._fit(example, ids)
                 if prompt is not None:
                     self.counts.encoded[example.task] += 1
-                    sequence = np.array([*prompt, *answer, self.tokenizer.eos_token_id], dtype=np.int32)
+                    sequence = np.array([*prompt, *answer, eos], dtype=np.int32)
                     yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0))
 
     def identity(self) -> str | None:
@@ -132,6 +151,12 @@ class Encoder:
     # -- fitting --------------------------------------------------------------------------------
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None and len(texts) > 1:  # without offsets, which nobody reads here: half the time
+            first = self.tokenizer(texts[:1], add_special_tokens=False)["input_ids"]  # it sets the backend's options
+            found = [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            if found[:1] == first:  # or the tokenizer does more than its backend
+                return found
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def _fit(self, example: Example, ids: list[int]) -> list[int] | None:
