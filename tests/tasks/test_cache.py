@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,18 @@ def test_old_entries_and_the_oldest_of_many_are_dropped(folder: Path, monkeypatc
     assert cache.read("second") == b"x" * 40  # and now it is the newest
     cache.write("more", b"x" * 40)
     assert sorted(path.name for path in folder.iterdir()) == ["more", "second"]
+
+
+def test_who_reads_while_others_write_gets_a_whole_entry(folder: Path) -> None:
+    contents = [bytes([number]) * 200_000 for number in range(4)]
+    with ThreadPoolExecutor() as pool:
+        writing = [pool.submit(cache.write, "name", content) for content in contents * 10]
+        found = [cache.read("name") for _ in range(50)]
+        for one in writing:
+            one.result()
+    assert all(content is None or bytes(content) in contents for content in found)
+    assert cache.read("name") in contents
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_without_a_place_to_write_the_work_is_done_again(tmp_path: Path, tokenizer: Any, folder: Path) -> None:

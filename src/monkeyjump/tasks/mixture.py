@@ -162,12 +162,9 @@ def _encoded(
 
 def _restored(encoder: Encoder, name: str, stored: np.ndarray) -> list[Encoded]:
     """Sequences and counts as `_encoded` has stored them: how many, lengths, lengths of prompts, then all ids."""
-    size, truncated, dropped = stored[:3].tolist()
-    for count, more in zip(
-        (encoder.counts.encoded, encoder.counts.truncated, encoder.counts.dropped),
-        (size, truncated, dropped),
-        strict=True,
-    ):
+    size, *cut = stored[:3].tolist()
+    counts = (encoder.counts.encoded, encoder.counts.truncated, encoder.counts.dropped)
+    for count, more in zip(counts, (size, *cut), strict=True):
         count.update({name: more} if more else {})
     lengths, prompts = stored[3 : 3 + 2 * size].reshape(2, size)
     ends = (3 + 2 * size + lengths.cumsum()).tolist()

@@ -95,8 +95,9 @@ def _looked(
         return SplitLook.from_json(bytes(content)), []
     try:
         examples = load_examples(task, split, data_dir, seed=seed)
-    except ConfigError:
-        return _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=False)
+    except ConfigError as error:
+        look, problems = _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=False)
+        return look, problems or error.problems  # the bad row may lie beyond those
     look = SplitLook.of(task, split, examples[:most], complete=len(examples) <= most)
     if source == origin(task, split, data_dir, seed=seed):
         cache.write(name, json.dumps(vars(look) | {"examples": [asdict(one) for one in look.examples]}).encode())
