@@ -83,6 +83,15 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Encoded texts of the tests are kept apart from those of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("data-cache")
+        patch.setattr("monkeyjump.tasks.cache.folder", lambda: folder)
+        yield folder
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """What one test compiled must not serve, or be counted in, the next."""

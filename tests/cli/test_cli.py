@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from monkeyjump.cli.imports import uncollected
 from monkeyjump.cli.main import VERBS, main
 from tests.tiny_folder import save_tiny_model, write_recipe
 
@@ -26,6 +28,18 @@ def test_help_is_quick_and_fits_80_columns(verb: str) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "usage: monkeyjump" in done.stdout
+
+
+def test_the_collector_is_off_during_the_first_imports_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = list[bool]()
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    with uncollected():
+        assert gc.isenabled()  # torch is here already
+    monkeypatch.delitem(sys.modules, "torch")
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert frozen == [False]
 
 
 def test_importing_the_package_registers_the_method_whatever_the_command_line_says(tmp_path: Path) -> None:

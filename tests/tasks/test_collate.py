@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,7 +12,11 @@ from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
 from monkeyjump.tasks.encode import IGNORE, Encoded
 
 EOS = 1  # also the pad token, as in many models
-ITEMS = [Encoded([5, 6, 7, 8, EOS], 3, 2), Encoded([9, 4, EOS], 1, 0), Encoded([3, 3, 9, 9, 9, 2, EOS], 6, 1)]
+ITEMS = [
+    Encoded(np.array([5, 6, 7, 8, EOS]), 3, 2),
+    Encoded(np.array([9, 4, EOS]), 1, 0),
+    Encoded(np.array([3, 3, 9, 9, 9, 2, EOS]), 6, 1),
+]
 
 
 def test_padded_batch() -> None:
@@ -38,8 +43,9 @@ def test_packed_row_holds_the_same_tokens() -> None:
         assert batch[name].shape == (1, 20)
     for index, item in enumerate(ITEMS):
         own = batch["seq_idx"][0] == index
-        assert batch["input_ids"][0, own].tolist() == item.input_ids
-        assert batch["labels"][0, own].tolist() == item.labels
+        assert batch["input_ids"][0, own].tolist() == item.input_ids.tolist()
+        learned = item.input_ids[item.prompt_length :].tolist()
+        assert batch["labels"][0, own].tolist() == [IGNORE] * item.prompt_length + learned
         assert batch["position_ids"][0, own].tolist() == list(range(len(item)))
     tail = batch["seq_idx"][0] == -1
     assert tail.sum() == 5

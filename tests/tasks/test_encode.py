@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.encode import IGNORE, Encoder, Memo
+from monkeyjump.tasks.collate import PaddingCollator
+from monkeyjump.tasks.encode import IGNORE, Encoder
 from monkeyjump.tasks.task import AnswerFormat, Example
 
 SHORT = Example(question="Hot?", options=("ice", "fire"), label=1, context="Fire burns.", task="t")
@@ -17,10 +20,8 @@ def test_loss_is_on_the_answer_and_eos_only(tokenizer: Any, answer_format: Answe
     encoder = Encoder(tokenizer, {"t": 3}, answer_format=answer_format)
     encoded = encoder.encode(SHORT)
     assert encoded is not None
-    learned = [label for label in encoded.labels if label != IGNORE]
-    assert tokenizer.decode(learned) == said + "</s>"
-    assert encoded.labels[encoded.prompt_length :] == encoded.input_ids[encoded.prompt_length :]
-    assert len(encoded.labels) == len(encoded.input_ids) == len(encoded)
+    labels = PaddingCollator(0)([encoded])["labels"][0]
+    assert tokenizer.decode(labels[labels != IGNORE]) == said + "</s>"
     assert encoded.task_id == 3
 
 
@@ -37,7 +38,7 @@ def test_training_and_evaluation_see_the_same_prompt_and_answers(tokenizer: Any)
         encoded, prompt = encoder.encode(example), encoder.prompt_ids(example)
         assert encoded is not None
         assert prompt is not None
-        assert encoded.input_ids == prompt + encoder.target_ids(example.target(encoder.answer_format))
+        assert encoded.input_ids.tolist() == prompt + encoder.target_ids(example.target(encoder.answer_format))
 
 
 @pytest.mark.parametrize("cut", ["end", "start"])
@@ -59,12 +60,6 @@ def test_what_was_cut_and_dropped_is_counted(tokenizer: Any) -> None:
     hopeless = Example(question="why? " * 40, options=("a", "b"), label=0, context="c", task="u")
     kept = encoder.encode_all([SHORT, LONG, hopeless, LONG])
     assert len(kept) == 3
-    memo: Memo = {}
-    for _ in range(2):  # the second one finds everything
-        remembering = Encoder(tokenizer, max_length=120, memo=memo)
-        assert remembering.encode_all([SHORT, LONG, hopeless, LONG]) == kept
-        assert remembering.counts == encoder.counts
-    assert len(memo) == 3
     assert dict(encoder.counts.truncated) == {"t": 2}
     assert dict(encoder.counts.dropped) == {"u": 1}
     assert dict(encoder.counts.encoded) == {"t": 3}
@@ -77,6 +72,40 @@ def test_cuts_do_not_break_characters(tokenizer: Any) -> None:
     encoded = Encoder(tokenizer, max_length=121).encode(example)
     assert encoded is not None
     assert "\ufffd" not in tokenizer.decode(encoded.input_ids)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["m['content']", "m['content'] | trim", "m['content'] | upper", "m['content'][:100]", "m['content'] | e"],
+)
+def test_prompts_are_what_the_template_makes_of_them(tokenizer: Any, content: str) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = tokenizer.chat_template.replace("m['content']", f"({content})")
+    examples = [SHORT, LONG, Example(question="  Why & how?\n", free_answer="x")]
+    encoder = Encoder(other, system="Be kind.")
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ""}]
+    for example in examples:
+        messages[1]["content"] = example.prompt("letter")
+        expected = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert encoder.prompt_text(example) == expected
+    encoded = encoder.encode_all(examples)
+    other(["a", "bb"], padding=True)  # leaves an option behind in the tokenizer
+    for one, many in zip(examples, encoder.encode_all(examples), strict=True):
+        alone = Encoder(other, system="Be kind.").encode(one)
+        assert alone is not None
+        assert many.input_ids.tolist() == alone.input_ids.tolist()
+    assert [len(item) for item in encoded] == [len(item) for item in encoder.encode_all(examples)]
+
+
+def test_a_tokenizer_that_does_more_than_its_backend(tokenizer: Any) -> None:
+    class Lowering(PreTrainedTokenizerFast):
+        def __call__(self, text: Any, **options: Any) -> Any:
+            return super().__call__([each.lower() for each in text], **options)
+
+    lowering = Lowering(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer), eos_token="</s>")
+    lowering.chat_template = tokenizer.chat_template
+    for item in Encoder(lowering, answer_format="text").encode_all([SHORT, LONG]):
+        assert str(lowering.decode(item.input_ids)).islower()
 
 
 def test_free_answers(tokenizer: Any) -> None:

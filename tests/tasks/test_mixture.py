@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -16,7 +17,7 @@ from monkeyjump.tasks.streaming import StreamingMixture
 
 
 def group(task_id: int, count: int) -> list[Encoded]:
-    return [Encoded(list(range(3 + (7 * index) % 11)), 2, task_id) for index in range(count)]
+    return [Encoded(np.arange(3 + (7 * index) % 11), 2, task_id) for index in range(count)]
 
 
 GROUPS = {"small": group(0, 10), "large": group(1, 90)}
@@ -107,10 +108,10 @@ def test_packing_fits_and_loses_nothing() -> None:
 def test_streaming_is_the_same_data_in_a_seeded_order(tokenizer: Any) -> None:
     def run(**options: Any) -> list[list[int]]:
         stream = StreamingMixture(tasks.expand("place,opinion"), Encoder(tokenizer), buffer_size=50, **options)
-        return [item.input_ids for item in stream]
+        return [item.input_ids.tolist() for item in stream]
 
     whole = Mixture.load(tasks.expand("place,opinion"), Encoder(tokenizer))
-    assert sorted(run()) == sorted(item.input_ids for item in whole)
+    assert sorted(run()) == sorted(item.input_ids.tolist() for item in whole)
     assert run(seed=0) == run(seed=0)
     with pytest.raises(ConfigError, match=r"buffer_size=0"):
         StreamingMixture(tasks.expand("place"), Encoder(tokenizer), buffer_size=0)
@@ -127,8 +128,8 @@ def test_streaming_weights_and_repeat(tokenizer: Any) -> None:
 
 def test_streaming_workers_share_the_work(tokenizer: Any) -> None:
     stream = StreamingMixture(tasks.expand("place"), Encoder(tokenizer), buffer_size=20)
-    alone = [item.input_ids for item in stream]
-    together = [item.input_ids for item in DataLoader(stream, batch_size=None, num_workers=2)]
+    alone = [item.input_ids.tolist() for item in stream]
+    together = [item.input_ids.tolist() for item in DataLoader(stream, batch_size=None, num_workers=2)]
     assert sorted(together) == sorted(alone)
 
 

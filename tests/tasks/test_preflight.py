@@ -70,6 +70,13 @@ def test_all_problems_of_all_splits_are_told_at_once(tmp_path: Path) -> None:
     assert "name a validation file" in problems[6]
 
 
+def test_a_bad_row_beyond_those_that_are_counted(tmp_path: Path) -> None:
+    task = task_of(tmp_path, [*rows(60), *rows(1, "legal")], rows(5))
+    with pytest.raises(ConfigError, match=r"row 61: answer 'legal' is neither") as caught:
+        look_at([task], most=20)
+    assert len(caught.value.problems) == 1
+
+
 def test_a_constant_answer_is_noted(tmp_path: Path) -> None:
     found = notes(look_at([task_of(tmp_path, rows(100), rows(4, "yes"))], splits=["test"]))
     assert found == ["own: every answer of its test split is 'yes'."]

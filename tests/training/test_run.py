@@ -25,7 +25,6 @@ from monkeyjump.training import run as run_module
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run
 from monkeyjump.training.saving import saved_recipe
-from monkeyjump.training.shared import Shared
 from monkeyjump.training.trainer import last_checkpoint
 from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
@@ -278,9 +277,7 @@ def test_an_adapter_finds_its_base_model_on_another_machine(
     assert same(get_peft_model_state_dict(model, save_embedding_layers=False), expected)
 
 
-def test_a_stream_is_neither_remembered_nor_downloaded(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_not_downloaded(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[bool] = []
     look = run_module.look_at
 
@@ -289,11 +286,8 @@ def test_a_stream_is_neither_remembered_nor_downloaded(
         return look(*args, streaming=streaming, **options)
 
     monkeypatch.setattr(run_module, "look_at", watched)
-    shared = Shared()
-    streamed = recipe(recipe_file, tmp_path / "stream", "data.streaming=true")
-    run(streamed, test=False, shared=shared)
+    run(recipe(recipe_file, tmp_path / "stream", "data.streaming=true"), test=False)
     assert looked == [True]
-    assert shared.memo(streamed) == {}
 
 
 def test_without_a_test_no_test_file_is_needed(recipe_file: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,7 +79,7 @@ def test_widths_of_equal_lengths() -> None:
 def items(count: int) -> list[Encoded]:
     rng = random.Random(3)
     return [
-        Encoded([rng.randint(1, VOCAB - 1) for _ in range(length)], length - 3, index % 2)
+        Encoded(np.array([rng.randint(1, VOCAB - 1) for _ in range(length)]), length - 3, index % 2)
         for index, length in enumerate([9, 7, 12, 5][:count])
     ]
 

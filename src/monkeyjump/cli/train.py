@@ -18,15 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from monkeyjump.cli.imports import uncollected
     from monkeyjump.errors import ConfigError
     from monkeyjump.training.recipe import load_recipe
 
     given = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
     recipe = load_recipe(options.recipe, given)
-    # only now: they bring torch, which no mistake in the recipe has to wait for
-    from monkeyjump.experiments.measure import measure_usage
-    from monkeyjump.record import RunRecord, write_record
-    from monkeyjump.training.run import run as train
+    with uncollected():  # only now: they bring torch, which no mistake in the recipe has to wait for
+        from monkeyjump.experiments.measure import measure_usage
+        from monkeyjump.record import RunRecord, write_record
+        from monkeyjump.training.run import run as train
 
     recipe.train.report_to += options.report_to or []
     record = RunRecord(kind="train", name=recipe.name, config=recipe.to_dict(), seed=recipe.seed)

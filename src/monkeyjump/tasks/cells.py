@@ -129,6 +129,9 @@ def as_position(value: Any, count: int) -> int | None:
 
 def pick(value: Any, allowed: Sequence[Any]) -> int:
     """The same as `index_of`, for labels that must be one of these."""
+    for index, known in enumerate(allowed):  # the usual case
+        if known == value and type(known) is type(value):
+            return index
     found = None if missing(value) else index_of(value, allowed)
     if found is None:
         raise BadLabelError(f"label {value!r} is not one of {', '.join(map(repr, allowed))}")

@@ -5,33 +5,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
 from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
+
 from monkeyjump.errors import ConfigError
+from monkeyjump.tasks import cache
 from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, Example
 
 IGNORE = -100  # what cross-entropy skips
+_MARK = "<the message>"
+# a message with whatever a template may change
+_UNUSUAL = "\"{{ 'é' }}\" <b>&amp;</b>\n\n\tB: </think> [INST] \\ %s 1,000.00 " * 500 + "end"
 _CHUNK = 1024  # rows tokenized in one call: the tokenizer works in parallel inside
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """One training sequence: prompt, answer, eos."""
+    """One training sequence: prompt, answer, eos. Its labels are what follows the prompt."""
 
-    input_ids: list[int]
+    input_ids: np.ndarray  # int32 [T]
     prompt_length: int
     task_id: int
 
-    @property
-    def labels(self) -> list[int]:
-        return [IGNORE] * self.prompt_length + self.input_ids[self.prompt_length :]
-
     def __len__(self) -> int:
         return len(self.input_ids)
-
-
-Memo = dict[Example, tuple[list[int] | None, list[int], bool]]  # prompt (None: dropped), answer, whether it was cut
 
 
 @dataclass
@@ -59,9 +60,7 @@ class Encoder:
         answer_format: AnswerFormat = "letter",
         too_long: Literal["drop", "raise"] = "drop",
         system: str | None = None,
-        memo: Memo | None = None,
     ) -> None:
-        """`memo` remembers training sequences, for encoders with the same settings that meet the same examples."""
         problems = []
         if answer_format not in ANSWER_FORMATS:
             problems.append(f"answer_format={answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}.")
@@ -79,7 +78,6 @@ class Encoder:
         self.answer_format = answer_format
         self.too_long = too_long
         self.system = system
-        self.memo = memo
         self.counts = EncodeCounts()
 
     # -- the pieces evaluation needs ------------------------------------------------------------
@@ -94,9 +92,24 @@ class Encoder:
 
     def prompt_text(self, example: Example, context: str | None = None) -> str:
         """The whole prompt as text: what the chat template makes of the question."""
+        message = example.prompt(self.answer_format, context)
+        if self._around and message == message.strip():  # templates often trim
+            return message.join(self._around)
+        return self._rendered(message)
+
+    def _rendered(self, message: str) -> str:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages.append({"role": "user", "content": example.prompt(self.answer_format, context)})
+        messages.append({"role": "user", "content": message})
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    @cached_property
+    def _around(self) -> list[str]:
+        """What the template puts before and after a message; empty for one that also changes messages.
+
+        Putting them around a text takes a thirtieth of the time of the template.
+        """
+        around = self._rendered(_MARK).split(_MARK)
+        return around if len(around) == 2 and self._rendered(_UNUSUAL) == _UNUSUAL.join(around) else []
 
     # -- training sequences ---------------------------------------------------------------------
 
@@ -109,35 +122,41 @@ class Encoder:
 
     def stream(self, examples: Iterable[Example], chunk_size: int = _CHUNK) -> Iterator[Encoded]:
         """Sequences in the order of the examples, dropped ones left out; holds at most a chunk in memory."""
-        source = iter(examples)
+        source, eos = iter(examples), self.tokenizer.eos_token_id
         while chunk := list(islice(source, chunk_size)):
-            found = self.memo if self.memo is not None else {}
-            self._encode([example for example in chunk if example not in found], found)
-            for example in chunk:
-                prompt, answer, cut = found[example]
-                if cut:
-                    self.counts.truncated[example.task] += 1
-                if prompt is None:
-                    self.counts.dropped[example.task] += 1
-                else:
+            prompts = self._ids([self.prompt_text(example) for example in chunk])
+            answers = self._ids([example.target(self.answer_format) for example in chunk])
+            for example, ids, answer in zip(chunk, prompts, answers, strict=True):
+                prompt = self._fit(example, ids)
+                if prompt is not None:
                     self.counts.encoded[example.task] += 1
-                    sequence = [*prompt, *answer, self.tokenizer.eos_token_id]
+                    sequence = np.array([*prompt, *answer, eos], dtype=np.int32)
                     yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0))
 
-    def _encode(self, examples: list[Example], found: Memo) -> None:
-        if not examples:
-            return
-        prompts = self._ids([self.prompt_text(example) for example in examples])
-        answers = self._ids([example.target(self.answer_format) for example in examples])
-        counted, self.counts = self.counts, EncodeCounts()  # `stream` counts, also what was encoded before
-        for example, ids, answer in zip(examples, prompts, answers, strict=True):
-            before = self.counts.truncated.total()
-            found[example] = self._fit(example, ids), answer, self.counts.truncated.total() > before
-        self.counts = counted
+    def identity(self) -> str | None:
+        """A hash of all that ids follow from beside the example; None for a tokenizer that does not tell how it works.
+
+        A prompt is rendered for it, because templates may read the clock.
+        """
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        rendered = self._ids([self.prompt_text(Example(question="?"))])  # first: it sets the backend's own options
+        names = ("chat_template", "special_tokens_map", "eos_token_id", "split_special_tokens")
+        known = [getattr(self.tokenizer, name, None) for name in names]
+        settings = (self.answer_format, self.max_length, self.too_long, self.system)
+        packages = [version(name) for name in ("transformers", "tokenizers")]
+        return cache.key(type(self.tokenizer), backend.to_str(), rendered, known, settings, packages)
 
     # -- fitting --------------------------------------------------------------------------------
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None and len(texts) > 1:  # without offsets, which nobody reads here: half the time
+            first = self.tokenizer(texts[:1], add_special_tokens=False)["input_ids"]  # it sets the backend's options
+            found = [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
+            if found[:1] == first:  # or the tokenizer does more than its backend
+                return found
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def _fit(self, example: Example, ids: list[int]) -> list[int] | None:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache as cache_in_memory
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tasks import cache
 from monkeyjump.tasks.cells import Row
 from monkeyjump.tasks.files import ENDINGS, read_rows
 from monkeyjump.tasks.task import SPLITS, Example, FileSource, GeneratedSource, HubSource, Task
 
 VALIDATION_FRACTION = 0.05
+_ROW_TEXT = json.JSONEncoder(sort_keys=True, ensure_ascii=True, default=str)
 
 
 def load_examples(
@@ -32,12 +37,45 @@ def load_examples(
     seed: int = 0,
     validation_fraction: float = VALIDATION_FRACTION,
 ) -> list[Example]:
-    """The examples of one split, in file order (capping a split fairly is `Mixture`'s job). Empty splits are errors."""
-    rows = stream_rows(task, split, data_dir, seed=seed, validation_fraction=validation_fraction)
-    examples = [task.example(row, number) for number, row in islice(rows, limit)]
+    """The examples of one split, in file order (capping a split fairly is `Mixture`'s job). Empty splits are errors.
+
+    They stay in memory, by the hash of their origin, for whoever asks again: a look before the work, every validation.
+    """
+    options: dict[str, Any] = {"seed": seed, "validation_fraction": validation_fraction}
+    _check_split(split, validation_fraction)
+    known = origin(task, split, data_dir, **options)
+    if known in _loaded:
+        examples = _loaded[known]
+    elif limit is not None or known is None:
+        examples = list(islice(stream_examples(task, split, data_dir, **options), limit))
+    else:
+        examples = _load(task, split, data_dir, **options)
     if not examples:
         raise ConfigError(_empty(task, split, data_dir, validation_fraction), title="empty split")
-    return examples
+    return examples[:limit]
+
+
+_loaded: dict[str | None, list[Example]] = {}
+_MOST_LOADED = 400_000  # examples, some 400 MB; where there are more, those that came first are dropped
+
+
+def _load(task: Task, split: str, data_dir: str | Path | None, seed: int, validation_fraction: float) -> list[Example]:
+    """One pass over the rows, also where they hold train and validation."""
+    carved = split != "test" and not has_own_validation(task, data_dir)
+    parts = ("train", "validation") if carved else (split,)
+
+    def origins() -> list[str | None]:
+        return [origin(task, part, data_dir, seed=seed, validation_fraction=validation_fraction) for part in parts]
+
+    before, found = origins(), {part: list[Example]() for part in parts}
+    for number, row in enumerate(_source_rows(task, parts[0], data_dir, seed, streaming=False), start=1):
+        part = parts[carved and _in_validation(row, validation_fraction)]
+        found[part].append(task.example(row, number))
+    if before == origins():  # no file has changed while it was read
+        _loaded.update(zip(before, found.values(), strict=True))
+        while len(_loaded) > 1 and sum(map(len, _loaded.values())) > _MOST_LOADED:
+            del _loaded[next(iter(_loaded))]
+    return found[split]
 
 
 def stream_examples(task: Task, split: str, data_dir: str | Path | None = None, **options: Any) -> Iterator[Example]:
@@ -55,13 +93,7 @@ def stream_rows(
     streaming: bool = False,
 ) -> Iterator[tuple[int, Row]]:
     """Rows with their numbers in their source, from 1. `streaming`: do not download a hub dataset first."""
-    if split not in SPLITS:
-        hint = did_you_mean(split, list(SPLITS))
-        raise ConfigError(f"split={split!r} must be one of {', '.join(SPLITS)}.{hint}")
-    if not 0 <= validation_fraction < 1:
-        raise ConfigError(
-            f"validation_fraction={validation_fraction} must be at least 0 and below 1; 0.05 is the default."
-        )
+    _check_split(split, validation_fraction)
     own_validation = has_own_validation(task, data_dir)
     stored = split if split == "test" or own_validation else "train"
     rows = enumerate(_source_rows(task, stored, data_dir, seed, streaming), start=1)
@@ -71,8 +103,18 @@ def stream_rows(
     return ((number, row) for number, row in rows if _in_validation(row, validation_fraction) == wanted)
 
 
+def _check_split(split: str, validation_fraction: float) -> None:
+    if split not in SPLITS:
+        hint = did_you_mean(split, list(SPLITS))
+        raise ConfigError(f"split={split!r} must be one of {', '.join(SPLITS)}.{hint}")
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(
+            f"validation_fraction={validation_fraction} must be at least 0 and below 1; 0.05 is the default."
+        )
+
+
 def _in_validation(row: Row, fraction: float) -> bool:
-    content = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str).encode()
+    content = _ROW_TEXT.encode(row).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") < fraction * 2**64
 
 
@@ -84,6 +126,67 @@ def _empty(task: Task, split: str, data_dir: str | Path | None, fraction: float)
             f"(validation_fraction={fraction:g}). Raise validation_fraction, or give the task a validation file."
         )
     return f"task {task.name!r}: its {split} split ({where}) has no rows. Add rows, or leave the task out."
+
+
+def origin(
+    task: Task,
+    split: str,
+    data_dir: str | Path | None = None,
+    *,
+    seed: int = 0,
+    validation_fraction: float = VALIDATION_FRACTION,
+) -> str | None:
+    """A hash of all that the examples of a split follow from: data, settings, and the code of this package.
+
+    None where that is not known: for data of the hub, and for tasks with code of the user's own.
+    """
+    own_validation = has_own_validation(task, data_dir)
+    path = file_of(task, split if split == "test" or own_validation else "train", data_dir)
+    try:
+        if path is not None and path.is_file():
+            source: Any = ("".join(path.suffixes), file_hash(path))
+        elif isinstance(task.source, GeneratedSource):
+            source = _code(task.source.generate), seed
+        else:
+            return None
+        parts = (task.name, task.fields, _code(task.render), source, split, own_validation, validation_fraction)
+    except _UnknownCodeError:
+        return None
+    return cache.key(_package_code(), *parts)
+
+
+class _UnknownCodeError(Exception):
+    """A function from outside this folder."""
+
+
+def _code(value: Any) -> Any:
+    """What a function of this folder does, in values that can be printed: its name, and what it was made with."""
+    if not callable(value):
+        return value
+    if not getattr(value, "__module__", "").startswith(f"{__package__}."):
+        raise _UnknownCodeError
+    return value.__module__, value.__qualname__, [_code(cell.cell_contents) for cell in value.__closure__ or ()]
+
+
+@cache_in_memory
+def _package_code() -> str:
+    return cache.key(*(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+
+
+def file_hash(path: Path) -> str:
+    """The sha256 of a file, which is not read again while it has the same size and time.
+
+    A file that has just been written is: its time goes by ticks of the system and may not tell the next change.
+    """
+    known = path.stat()
+    recent = time.time_ns() - known.st_mtime_ns < 2e9
+    return (_file_hash.__wrapped__ if recent else _file_hash)(path, known.st_mtime_ns, known.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _file_hash(path: Path, _time: int, _size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # -- where rows come from -----------------------------------------------------------------------

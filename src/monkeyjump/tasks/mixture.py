@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tasks import cache
 from monkeyjump.tasks.encode import EncodeCounts, Encoded, Encoder
-from monkeyjump.tasks.load import VALIDATION_FRACTION, load_examples
-from monkeyjump.tasks.task import Task
+from monkeyjump.tasks.load import VALIDATION_FRACTION, load_examples, origin
+from monkeyjump.tasks.task import Example, Task
 
 
 def shares(sizes: Sequence[int], weights: Sequence[float], temperature: float) -> list[float]:
@@ -79,11 +82,11 @@ class Mixture(Sequence[Encoded]):
         limits = dict.fromkeys((task.name for task in tasks), caps) if isinstance(caps, int) else dict(caps or {})
         _check_names(limits, [task.name for task in tasks], "caps")
         encoder.task_ids = {task.name: index for index, task in enumerate(tasks)}
-        groups = {}
-        for task in tasks:
-            examples = load_examples(task, split, data_dir, seed=seed, validation_fraction=validation_fraction)
-            chosen = draw(len(examples), limits.get(task.name), f"{seed}/{task.name}/{split}")
-            groups[task.name] = encoder.encode_all(examples[index] for index in chosen)
+        identity, reading = encoder.identity(), {"seed": seed, "validation_fraction": validation_fraction}
+        groups = {
+            task.name: _encoded(encoder, identity, task, split, data_dir, limits.get(task.name), reading)
+            for task in tasks
+        }
         return cls(groups, seed=seed, counts=encoder.counts, **options)
 
     @property
@@ -121,6 +124,55 @@ class Mixture(Sequence[Encoded]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.items[index]
+
+
+def _encoded(
+    encoder: Encoder,
+    identity: str | None,
+    task: Task,
+    split: str,
+    data_dir: str | Path | None,
+    cap: int | None,
+    reading: dict[str, Any],
+) -> list[Encoded]:
+    """The sequences of a task, from the cache where they were made before."""
+    drawn_by = f"{reading['seed']}/{task.name}/{split}"
+
+    def choose() -> list[Example]:
+        examples = load_examples(task, split, data_dir, **reading)
+        return [examples[index] for index in draw(len(examples), cap, drawn_by)]
+
+    source = origin(task, split, data_dir, **reading)
+    if identity is None:  # nothing to be sure by
+        return encoder.encode_all(choose())
+    examples = [] if source else choose()
+    name = cache.key(identity, source, cap and (cap, drawn_by), *examples)
+    content = cache.read(name)
+    if content is not None:
+        return _restored(encoder, task.name, np.frombuffer(content, dtype=np.int32))
+    counts = [encoder.counts.truncated, encoder.counts.dropped]
+    before = [count[task.name] for count in counts]
+    items = encoder.encode_all(examples or choose())
+    if source == origin(task, split, data_dir, **reading):  # no file has changed while it was read
+        numbers = [len(items), *(count[task.name] - known for count, known in zip(counts, before, strict=True))]
+        numbers += [*map(len, items), *(item.prompt_length for item in items)]
+        cache.write(name, np.concatenate([numbers, *(item.input_ids for item in items)]).astype(np.int32).tobytes())
+    return items
+
+
+def _restored(encoder: Encoder, name: str, stored: np.ndarray) -> list[Encoded]:
+    """Sequences and counts as `_encoded` has stored them: how many, lengths, lengths of prompts, then all ids."""
+    size, *cut = stored[:3].tolist()
+    counts = (encoder.counts.encoded, encoder.counts.truncated, encoder.counts.dropped)
+    for count, more in zip(counts, (size, *cut), strict=True):
+        count.update({name: more} if more else {})
+    lengths, prompts = stored[3 : 3 + 2 * size].reshape(2, size)
+    ends = (3 + 2 * size + lengths.cumsum()).tolist()
+    starts, task_id = [3 + 2 * size, *ends], encoder.task_ids[name]
+    return [
+        Encoded(stored[start:end], prompt, task_id)
+        for start, end, prompt in zip(starts, ends, prompts.tolist(), strict=False)
+    ]
 
 
 def draw(size: int, cap: int | None, key: str) -> list[int]:

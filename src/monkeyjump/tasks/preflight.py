@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.load import file_of, has_own_validation, stream_rows
+from monkeyjump.tasks import cache
+from monkeyjump.tasks.load import file_hash, file_of, has_own_validation, load_examples, origin, stream_rows
 from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
 
 MOST_ROWS = 10_000  # of a split; a file may have millions
@@ -29,6 +30,19 @@ class SplitLook:
     answers: Counter[str] = field(default_factory=Counter)
     letters: Counter[str] = field(default_factory=Counter)
     examples: list[Example] = field(default_factory=list)  # the first ones
+
+    @classmethod
+    def of(cls, task: Task, split: str, examples: list[Example], complete: bool = True) -> SplitLook:
+        answers = Counter(example.answer for example in examples)
+        letters = Counter(example.letter for example in examples if example.options)
+        return cls(task.name, split, len(examples), complete, answers, letters, examples[:100])
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SplitLook:
+        known = json.loads(text)
+        examples = [Example(**example | {"options": tuple(example["options"])}) for example in known["examples"]]
+        counts = {name: Counter(known[name]) for name in ("answers", "letters")}
+        return cls(**known | counts | {"examples": examples})
 
     @property
     def size(self) -> str:
@@ -61,7 +75,7 @@ def look_at(
     looks, problems = [], []
     for task in tasks:
         for split in splits:
-            look, found = _look(task, split, data_dir, seed=seed, most=most, streaming=streaming)
+            look, found = _looked(task, split, data_dir, seed=seed, most=most, streaming=streaming)
             looks.append(look)
             problems += [problem for problem in found if problem not in problems]  # splits may share a file
     if problems:
@@ -69,30 +83,46 @@ def look_at(
     return looks
 
 
-def _look(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -> tuple[SplitLook, list[str]]:
-    look, problems, bad = SplitLook(task.name, split), [], 0
+def _looked(
+    task: Task, split: str, data_dir: Any, *, seed: int, most: int, streaming: bool
+) -> tuple[SplitLook, list[str]]:
+    """The look at a split and its problems. Of a file, a good one is kept, and its examples are those of the work."""
+    source = None if streaming else origin(task, split, data_dir, seed=seed)
+    if source is None:
+        return _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=streaming)
+    name = cache.key("look", source, most)
+    if (content := cache.read(name)) is not None:
+        return SplitLook.from_json(bytes(content)), []
     try:
-        rows = iter(stream_rows(task, split, data_dir, **options))
+        examples = load_examples(task, split, data_dir, seed=seed)
+    except ConfigError as error:
+        look, problems = _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=False)
+        return look, problems or error.problems  # the bad row may lie beyond those
+    look = SplitLook.of(task, split, examples[:most], complete=len(examples) <= most)
+    if source == origin(task, split, data_dir, seed=seed):
+        cache.write(name, json.dumps(vars(look) | {"examples": [asdict(one) for one in look.examples]}).encode())
+    return look, []
+
+
+def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -> tuple[SplitLook, list[str]]:
+    """A look that goes on after a bad row, so that all of them are known."""
+    good, bad, problems = list[Example](), 0, list[str]()
+    try:
+        rows = stream_rows(task, split, data_dir, **options)
         for number, row in islice(rows, most):
-            look.rows += 1
             try:
-                example = task.example(row, number)
+                good.append(task.example(row, number))
             except ConfigError as error:
                 bad += 1
                 problems += error.problems if bad <= _SHOWN_PROBLEMS else []
-                continue
-            look.answers[example.answer] += 1
-            look.letters.update([example.letter] if example.options else [])
-            if len(look.examples) < 100:
-                look.examples.append(example)
-        look.complete = next(rows, None) is None
+        complete = next(rows, None) is None
     except ConfigError as error:
-        return look, [*problems, *error.problems]
+        return SplitLook.of(task, split, good), [*problems, *error.problems]
     if bad > _SHOWN_PROBLEMS:
         problems.append(f"task {task.name!r}: {bad - _SHOWN_PROBLEMS} more rows of its {split} split are bad.")
-    if not look.rows:
+    if not good and not bad:
         problems.append(f"task {task.name!r}: its {split} split has no rows. {_more_rows(split)}")
-    return look, problems
+    return SplitLook.of(task, split, good, complete), problems
 
 
 def _more_rows(split: str) -> str:
@@ -125,14 +155,9 @@ def origins(tasks: Sequence[Task], looks: Sequence[SplitLook], data_dir: str | P
         known: dict[str, Any] = {"task": look.task, "split": look.split, "rows": look.size, "source": "built in"}
         path = file_of(task, look.split, data_dir)
         if path is not None:
-            known |= {"source": path.name, "sha256": _sha256(path)}
+            known |= {"source": path.name, "sha256": file_hash(path)}
         elif isinstance(task.source, HubSource):
             parts = [task.source.id, task.source.config, task.source.splits.get(look.split), task.source.revision]
             known["source"] = " ".join(["hub:", *(part for part in parts if part)])
         found.append(known)
     return found
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -125,7 +125,11 @@ class Task:
         return [self.example(row, number) for number, row in enumerate(rows, start=1)]
 
     def _check_columns(self, row: Row, number: int) -> None:
-        missing = [name for name in self.fields if not any(has_column(row, part) for part in name.split("|"))]
+        missing = [
+            name
+            for name in self.fields
+            if name not in row and not any(has_column(row, part) for part in name.split("|"))
+        ]
         if missing:
             names = ", ".join(repr(name.replace("|", "' or '")) for name in missing)
             there = ", ".join(map(repr, row)) or "none"

@@ -14,7 +14,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import Task
 from monkeyjump.tasks.batches import BatchSampler, bucket_sizes, by_tokens
 from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
-from monkeyjump.tasks.encode import Encoder, Memo
+from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.tasks.streaming import StreamingMixture
 from monkeyjump.training.fast import FastSettings
@@ -44,13 +44,10 @@ class TrainingData:
         return max(1, math.ceil(recipe.train.epochs * per_epoch))
 
 
-def training_data(
-    recipe: Recipe, tasks: list[Task], tokenizer: Any, fast: FastSettings, memo: Memo | None = None
-) -> TrainingData:
+def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, fast: FastSettings) -> TrainingData:
     """The data of a recipe. Compiled or captured training gets batches of few fixed shapes."""
     data = recipe.data
-    memo = None if data.streaming else memo  # a stream is there because its texts do not fit in memory
-    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer, memo=memo)
+    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)
     if data.streaming:
         items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)
         # lengths are not known before they come: full, half and quarter length

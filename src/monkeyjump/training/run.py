@@ -96,7 +96,7 @@ def _run(
     model = get_peft_model(base, config)
     on_gpu = torch.cuda.is_available()
     settings = FastSettings.of_recipe(recipe, on_gpu, ranks.num_processes)
-    batches = training_data(recipe, tasks, tokenizer, settings, None if shared is None else shared.memo(recipe))
+    batches = training_data(recipe, tasks, tokenizer, settings)
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:

@@ -1,4 +1,4 @@
-"""What the runs of a grid share one after another: the loaded base model, and texts that are encoded already."""
+"""What the runs of a grid share one after another: the loaded base model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from accelerate import PartialState
 
 from monkeyjump.models import load_model
-from monkeyjump.tasks.encode import Memo
 from monkeyjump.training.recipe import Recipe
 
 
@@ -16,7 +15,6 @@ class Shared:
     """One base model at a time. A run takes it, puts an adapter on it, and gives it back as it was."""
 
     def __init__(self) -> None:
-        self._memos: dict[tuple[Any, ...], Memo] = {}
         self._key: tuple[Any, ...] | None = None
         self._base: tuple[Any, Any] | None = None
 
@@ -29,16 +27,11 @@ class Shared:
         base, self._base = self._base, None
         if base is None or key != self._key:
             del base
-            self._memos.clear()
             device = PartialState().device if gpu else None
             base = load_model(recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device=device)
             base[0].config.use_cache = False
         self._key = key
         return base
-
-    def memo(self, recipe: Recipe) -> Memo:
-        """Training sequences that earlier runs have encoded with the same settings."""
-        return self._memos.setdefault((recipe.data.answer, recipe.data.max_length), {})
 
     def give_back(self, model: Any, tokenizer: Any) -> None:
         """Take the adapter off again. Only for a run that came to its end: another may have left anything behind."""

@@ -1,0 +1,72 @@
+"""What was made of data before, kept on disk under a hash of everything that it follows from: it is never out of date.
+
+Entries are in `data` of the cache folder. Nothing in them is run. One that cannot be read, or is not what was written,
+counts as missing; where nothing can be written, the work is done again the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_DAYS, _BYTES = 30, 2 * 2**30  # entries not used for so long are dropped, and the oldest beyond this size
+_DIGEST = 32
+
+
+def key(*parts: Any) -> str:
+    """A name for what follows from these values alone; they are told apart by how they are printed."""
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    for part in parts:
+        digest.update(repr(part).encode(errors="surrogatepass") + b"\0")
+    return digest.hexdigest()
+
+
+def read(name: str) -> memoryview | None:
+    """An entry, or None."""
+    path = folder() / name
+    try:
+        content = memoryview(path.read_bytes())
+    except OSError:
+        return None
+    with suppress(OSError):
+        os.utime(path)
+    return content[_DIGEST:] if content[:_DIGEST] == _digest(content[_DIGEST:]) else None
+
+
+def write(name: str, content: bytes) -> None:
+    """Keep an entry. Processes that write the same one at the same time write the same, each in one rename."""
+    with suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True)
+        number, scratch = tempfile.mkstemp(dir=folder())
+        try:
+            with open(number, "wb") as file:
+                file.write(_digest(content) + content)
+            os.replace(scratch, folder() / name)
+        except OSError:
+            os.unlink(scratch)
+        _drop_old()
+
+
+def folder() -> Path:
+    from monkeyjump.models.bundled import cache_dir
+
+    return cache_dir() / "data"
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
+
+
+def _drop_old() -> None:
+    found = sorted(((entry.stat(), entry) for entry in os.scandir(folder())), key=lambda pair: -pair[0].st_mtime)
+    total = 0
+    for known, entry in found:
+        total += known.st_size
+        if total > _BYTES or time.time() - known.st_mtime > _DAYS * 86_400:
+            with suppress(OSError):  # another process may have dropped it
+                os.unlink(entry)
