@@ -63,10 +63,13 @@ def _digest(content: bytes | memoryview) -> bytes:
 
 
 def _drop_old() -> None:
-    found = sorted(((entry.stat(), entry) for entry in os.scandir(folder())), key=lambda pair: -pair[0].st_mtime)
+    known: list[tuple[float, int, Path]] = []
+    for path in list(folder().iterdir()):
+        with suppress(OSError):  # another process may have renamed or dropped it, here as below
+            known.append((path.stat().st_mtime, path.stat().st_size, path))
     total = 0
-    for known, entry in found:
-        total += known.st_size
-        if total > _BYTES or time.time() - known.st_mtime > _DAYS * 86_400:
-            with suppress(OSError):  # another process may have dropped it
-                os.unlink(entry)
+    for written, size, path in sorted(known, reverse=True):
+        total += size
+        if total > _BYTES or time.time() - written > _DAYS * 86_400:
+            with suppress(OSError):
+                path.unlink()
