@@ -10,8 +10,8 @@ have padding between a prompt and its answer, they are padded on the left and ma
 
 Nothing here waits for the device: results stay on it until all batches have been started.
 
-Shapes: B prompts, P prompt tokens, N answers per prompt, L answer tokens (padded on the right), V vocabulary. Logits
-are made for answer positions only.
+Shapes: B prompts, P prompt tokens, R answers of all prompts, L answer tokens (padded on the right), V vocabulary.
+Logits are made for answer positions only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.jobs import Batch, Job
+from monkeyjump.tuner.block_list import repeat_rows
 from monkeyjump.tuner.call import Generation, belonging_to
 
 _FLOATS_AT_ONCE = 2**25  # logits converted to float32 in one piece: 128 MiB
@@ -41,8 +42,9 @@ class Inputs:
     prompts: Tensor  # [B, P]
     lengths: Tensor  # [B]
     task_ids: Tensor  # [B]
-    answers: Tensor  # [B * N, L]
-    answer_lengths: Tensor  # [B * N]
+    answers: Tensor  # [R, L], those of the first prompt, then those of the second, ...
+    answer_lengths: Tensor  # [R]
+    owners: Tensor  # [R], the prompt of each answer
 
     def mask(self) -> Tensor:
         """[B, P] True on real tokens."""
@@ -89,16 +91,18 @@ class AnswerReader:
         return batch.inputs
 
     def answer_logprobs(self, batch: Batch) -> Tensor:
-        """The log-probability of every answer of every prompt, float64 [B, N]."""
+        """The log-probability of every answer, float64 [R]."""
         inputs = self.prepare(batch)
-        prefix = self.read(inputs, cached=batch.continues)
-        total = _logprobs(prefix.logits, inputs.answers[:, 0].view(len(batch.jobs), 1, -1)).squeeze(1).double()
+        prefix, first = self.read(inputs, cached=batch.continues), inputs.answers[:, 0]
+        logits = prefix.logits[:, 0]
+        total = (logits[inputs.owners, first].float() - _logsumexp(logits)[inputs.owners]).double()
         if not batch.continues:
             return total
         logits, targets = self.extend(prefix, inputs), inputs.answers[:, 1:]
+        picked = logits.gather(2, targets.unsqueeze(2)).squeeze(2).float()
         padding = torch.arange(targets.shape[1], device=self.device) >= inputs.answer_lengths.unsqueeze(1) - 1
-        rest = _logprobs(logits, targets.unsqueeze(2)).squeeze(2).masked_fill(padding, 0.0)
-        return total + rest.double().sum(1).view(total.shape)
+        rest = (picked - _logsumexp(logits.flatten(0, 1)).view_as(picked)).masked_fill(padding, 0.0)
+        return total + rest.double().sum(1)
 
     def read(self, inputs: Inputs, cached: bool) -> Prefix:
         """Run the prompts. The cache is made only where something will follow."""
@@ -121,18 +125,16 @@ class AnswerReader:
         return Prefix(output.logits[:, -1:], cache, mask, lengths, generation)
 
     def extend(self, prefix: Prefix, inputs: Inputs) -> Tensor:
-        """Logits [B * N, L - 1, V] after each token of the answers but the last. Uses the prefix up."""
-        ids = inputs.answers[:, :-1]
-        repeats = len(ids) // len(prefix.mask)
-        if repeats > 1:
-            rows = torch.arange(len(prefix.mask), device=self.device)
-            prefix.cache.reorder_cache(rows.repeat_interleave(repeats))  # which a cache of any kind can do
+        """Logits [R, L - 1, V] after each token of the answers but the last. Uses the prefix up."""
+        ids, owners = inputs.answers[:, :-1], inputs.owners
+        repeat_rows(prefix.cache, owners)
+        prefix.generation.task_ids = inputs.task_ids[owners]
         places = torch.arange(ids.shape[1], device=self.device)
         # A one-token answer needs no more than the prompt; beside longer ones it runs as a row that adds nothing.
         mask = places < (inputs.answer_lengths - 1).clamp_min(1).unsqueeze(1)
-        whole = torch.cat([prefix.mask.repeat_interleave(repeats, 0), mask], 1).long()
-        positions = prefix.lengths.repeat_interleave(repeats).unsqueeze(1) + places
+        whole = torch.cat([prefix.mask[owners], mask], 1).long()
         with belonging_to(prefix.generation):
+            positions = prefix.lengths[owners].unsqueeze(1) + places
             return self._call(ids, whole, positions, prefix.cache, keep=ids.shape[1]).logits
 
     def greedy(self, batch: Batch, end_ids: set[int]) -> Tensor:
@@ -184,7 +186,7 @@ class AnswerReader:
         """Whether tokens behind a prompt change nothing: asked of the model itself, with one small forward."""
         prompts = torch.tensor([[1, 2, 3, 1, 1], [1, 2, 3, 2, 3]], device=self.device)
         lengths, task_ids = prompts.new_full((2,), 3), prompts.new_zeros(2)
-        inputs = Inputs(False, prompts, lengths, task_ids, prompts[:, :0], lengths)
+        inputs = Inputs(False, prompts, lengths, task_ids, prompts[:, :0], lengths, task_ids)
         logits = self.read(inputs, cached=False).logits.float()
         one, other = logits[0], logits[1]
         return logits.shape[1] == 1 and bool((one - other).abs().max() <= 1e-3 * one.abs().max())
@@ -192,7 +194,8 @@ class AnswerReader:
     def _inputs(self, jobs: Sequence[Job], left: bool) -> Inputs:
         prompts, lengths = padded([job.prompt for job in jobs], self.pad_id, left)
         answers, answer_lengths = padded([ids for job in jobs for ids in job.answers], 0, left=False)
-        tensors = [prompts, lengths, torch.tensor([job.task_id for job in jobs]), answers, answer_lengths]
+        owners = torch.tensor([row for row, job in enumerate(jobs) for _ in job.answers])
+        tensors = [prompts, lengths, torch.tensor([job.task_id for job in jobs]), answers, answer_lengths, owners]
         if self.device.type == "cuda":  # a copy from pinned memory does not wait for the kernels before it
             tensors = [tensor.pin_memory() for tensor in tensors]
         return Inputs(left, *(tensor.to(self.device, non_blocking=True) for tensor in tensors))
@@ -216,14 +219,10 @@ def _all_layers_grow(config: Any) -> bool:
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
-def _logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities [R, L, N] of N targets at every position, in float32 without a float32 copy of all logits."""
-    rows = max(1, _FLOATS_AT_ONCE // (logits.shape[1] * logits.shape[2]))
-    parts = []
-    for piece, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
-        part = piece.float()
-        parts.append(part.gather(2, wanted) - part.logsumexp(2, keepdim=True))
-    return torch.cat(parts)
+def _logsumexp(logits: Tensor) -> Tensor:
+    """In float32 without a float32 copy of all logits: [R, V] -> [R]."""
+    rows = max(1, _FLOATS_AT_ONCE // logits.shape[1])
+    return torch.cat([part.float().logsumexp(1) for part in logits.split(rows)])
 
 
 @contextmanager

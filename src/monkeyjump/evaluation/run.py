@@ -6,9 +6,9 @@ import math
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
 from monkeyjump.evaluation.answers import normalize
-from monkeyjump.evaluation.jobs import MODES, Mode, make_jobs
+from monkeyjump.evaluation.jobs import MODES, Job, Mode, make_jobs
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
 from monkeyjump.evaluation.score import Prediction, Scorer
@@ -88,15 +88,14 @@ def evaluate(
     examples = {task.name: _sample(task, settings) for task in chosen}
     encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
     with _bar(sum(map(len, examples.values())) * len(sides), settings.progress) as bar:
-        jobs = {name: make_jobs(encoder, listed, _mode(listed, settings)) for name, listed in examples.items()}
-        bar.update(encoder.counts.dropped.total() * len(sides))
         scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
-        found = scorer.score([job for listed in jobs.values() for job in listed], sides)
-    results: dict[str, dict[str, list[Prediction]]] = {name: {} for name in jobs}
-    for side, predictions in found.items():
-        following = iter(predictions)
-        for name, listed in jobs.items():
-            results[name][side] = list(islice(following, len(listed)))
+        with _encoded(encoder, examples, settings) as jobs:
+            found = scorer.score((listed.result() for listed in jobs.values()), sides)
+        bar.update(encoder.counts.dropped.total() * len(sides))
+    results = {
+        name: {side: [predictions[job] for job in listed.result()] for side, predictions in found.items()}
+        for name, listed in jobs.items()
+    }
     rows, replicates = [], {}
     for task in chosen:
         row, replicates[task.name] = _row(task, examples[task.name], results[task.name], settings)
@@ -130,6 +129,21 @@ def _tasks(tasks: str | Sequence[str | Task]) -> list[Task]:
 
 def _mode(examples: Sequence[Example], settings: EvaluationSettings) -> Mode:
     return settings.mode if all(example.options for example in examples) else "generate"
+
+
+@contextmanager
+def _encoded(
+    encoder: Encoder, examples: Mapping[str, list[Example]], settings: EvaluationSettings
+) -> Iterator[dict[str, Future[list[Job]]]]:
+    """The jobs of each task, encoded one task after another in a thread beside the model."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield {
+                name: pool.submit(make_jobs, encoder, listed, _mode(listed, settings))
+                for name, listed in examples.items()
+            }
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _sample(task: Task, settings: EvaluationSettings) -> list[Example]:

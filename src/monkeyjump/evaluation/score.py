@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.evaluation.answers import match_option, normalize, number_in
 from monkeyjump.evaluation.forward import AnswerReader, evaluating
-from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs
+from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs, waves
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.task import Example
+
+_WAVE = 8  # full batches of a wave: fewer would be padded more, more would leave the device waiting for the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,9 @@ def predict(
     batch_tokens: int | None = None,
 ) -> list[Prediction]:
     """Predictions in the order of the examples; those the encoder drops as too long are left out (it counts them)."""
-    scorer = Scorer(model, encoder, normalize_length, batch_tokens)
-    return scorer.score(make_jobs(encoder, examples, mode), {"": nullcontext()})[""]
+    jobs = make_jobs(encoder, examples, mode)
+    found = Scorer(model, encoder, normalize_length, batch_tokens).score([jobs], {"": nullcontext()})[""]
+    return [found[job] for job in jobs]
 
 
 class Scorer:
@@ -83,20 +86,24 @@ class Scorer:
         self.end_ids = end_ids(model, encoder.tokenizer)
 
     def score(
-        self, jobs: Sequence[Job], sides: Mapping[str, AbstractContextManager[Any]]
-    ) -> dict[str, list[Prediction]]:
-        """The predictions of every side in the order of the jobs. A side's context switches the model to it."""
-        allowed, batches = self.batch_tokens, make_batches(jobs, self.batch_tokens)
-        found: dict[str, list[Prediction]] = {}
+        self, lists: Iterable[list[Job]], sides: Mapping[str, AbstractContextManager[Any]]
+    ) -> dict[str, dict[Job, Prediction]]:
+        """The predictions of every side. A side's context switches the model to it.
+
+        Lists are asked for when the device has work in hand, so that they may be made beside it.
+        """
+        allowed, found = self.batch_tokens, {}
+        parts: Iterable[list[Batch]]
+        parts = (make_batches(jobs, self.batch_tokens) for jobs in waves(lists, _WAVE * self.batch_tokens))
         with evaluating(self.reader.model):
             for side, switched in sides.items():
                 if self.progress is not None:
                     self.progress.set_description(side, refresh=False)
                 with switched:
-                    batches, outputs = self.run(batches)
-                # The first look at results: until here the device had work in hand.
-                by_job = dict(self._predictions(batches, outputs))
-                found[side] = [by_job[job] for job in jobs]
+                    ran = [self.run(batches) for batches in parts]
+                # The first look at results: until here nothing has waited for the device.
+                found[side] = {job: made for done in ran for job, made in self._predictions(*done)}
+                parts = [batches for batches, _ in ran]
         if self.batch_tokens < allowed:
             warnings.warn(
                 f"batches of {allowed:,} tokens did not fit in memory and were made smaller: "
@@ -140,14 +147,16 @@ class Scorer:
 
     def _predictions(self, batches: list[Batch], outputs: list[Tensor]) -> Iterator[tuple[Job, Prediction]]:
         for batch, output in zip(batches, outputs, strict=True):
-            for job, row in zip(batch.jobs, output.tolist(), strict=True):
+            values = iter(output.tolist())
+            for job in batch.jobs:
                 if job.mode == "generate":
                     # A row may not profit from a neighbour with longer options: cut at its own limit.
-                    ids = list(takewhile(lambda token: token not in self.end_ids, row[: job.limit]))
+                    ids = list(takewhile(lambda token: token not in self.end_ids, next(values)[: job.limit]))
                     text = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
                     yield job, _judged(job, text, self.encoder)
                 else:
-                    yield job, _likeliest(job, row, self.normalize_length and job.mode == "text")
+                    logprobs = list(islice(values, len(job.answers)))
+                    yield job, _likeliest(job, logprobs, self.normalize_length and job.mode == "text")
 
 
 def _likeliest(job: Job, logprobs: list[float], per_token: bool) -> Prediction:
