@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, starmap, takewhile
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class Scorer:
 
         Lists are asked for when the device has work in hand, so that they may be made beside it.
         """
-        allowed, found = self.batch_tokens, {}
+        allowed, ran = self.batch_tokens, {}
         parts: Iterable[list[Batch]]
         parts = (make_batches(jobs, self.batch_tokens) for jobs in waves(lists, _WAVE * self.batch_tokens))
         with evaluating(self.reader.model):
@@ -100,10 +100,8 @@ class Scorer:
                 if self.progress is not None:
                     self.progress.set_description(side, refresh=False)
                 with switched:
-                    ran = [self.run(batches) for batches in parts]
-                # The first look at results: until here nothing has waited for the device.
-                found[side] = {job: made for done in ran for job, made in self._predictions(*done)}
-                parts = [batches for batches, _ in ran]
+                    ran[side] = [self.run(batches) for batches in parts]
+                parts = [batches for batches, _ in ran[side]]
         if self.batch_tokens < allowed:
             warnings.warn(
                 f"batches of {allowed:,} tokens did not fit in memory and were made smaller: "
@@ -111,7 +109,8 @@ class Scorer:
                 MonkeyJumpWarning,
                 stacklevel=2,
             )
-        return found
+        # The first look at results: until here nothing has waited for the device.
+        return {side: dict(chain.from_iterable(starmap(self._predictions, done))) for side, done in ran.items()}
 
     def run(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
         """Start all batches without waiting; return those that ran and what they will hold.
@@ -124,9 +123,8 @@ class Scorer:
             output = self._output(batch)
             if output is None:
                 self.batch_tokens = min(self.batch_tokens, batch.cost) // 2
-                waiting = deque(
-                    make_batches([job for part in (batch, *waiting) for job in part.jobs], self.batch_tokens)
-                )
+                remaining = [job for part in (batch, *waiting) for job in part.jobs]
+                waiting = deque(make_batches(remaining, self.batch_tokens))
                 continue
             done.append(batch)
             outputs.append(output)
