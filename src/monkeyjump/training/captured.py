@@ -348,7 +348,8 @@ def _key(leaves: list[Any], spec: Any) -> Key | None:
 def _without_autocast_cache() -> Iterator[None]:
     """A copy of a weight that autocast keeps would lie in the memory of the graph."""
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    # without autocast nothing is kept, and compiled code would be made again for the other setting
+    torch.set_autocast_cache_enabled(before and not torch.is_autocast_enabled("cuda"))
     try:
         yield
     finally:
@@ -359,10 +360,13 @@ def _without_autocast_cache() -> Iterator[None]:
 def _undone(module: nn.Module) -> Iterator[None]:
     """What is done inside changes no buffer and draws no random number."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng(torch.cuda.device_count() and [torch.cuda.current_device()]):
-        yield
-    for buffer, values in before:
-        buffer.data.copy_(values)
+    devices = {buffer.device for buffer in module.parameters() if buffer.is_cuda}
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for buffer, values in before:
+            buffer.data.copy_(values)
 
 
 @contextmanager
