@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from monkeyjump.cli.imports import uncollected
 from monkeyjump.cli.main import VERBS, main
+from monkeyjump.first_imports import uncollected
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 

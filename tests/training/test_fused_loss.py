@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,7 +18,8 @@ from peft import PeftModel
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops.linear_cross_entropy import linear_cross_entropy
-from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, fused_loss
+from monkeyjump.training import fused_loss as module
+from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, fused_loss, torch_kernel
 from tests.architectures.test_architectures import MODELS
 from tests.architectures.test_architectures import SIZE as ARCHITECTURE
 from tests.helpers import adapted, assert_same, gradients, lm_batch, mj_config, routing_state, tiny_llama, wrap
@@ -59,6 +61,29 @@ def compare(model: PeftModel, **more: Any) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "phi3"])
 def test_loss_and_gradients_are_the_ordinary_ones(architecture: str, items: Any) -> None:
     compare(of(architecture), **({} if items is None else {"num_items_in_batch": items}))
+
+
+def test_only_tokens_with_a_label_go_through_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PLACES", 2)
+    model = adapted(ema_stop=0).train()
+    batch = lm_batch(3, 9, seed=4)
+    batch["labels"][:, :-2] = -100
+    batch["labels"][1] = -100
+    rows: list[int] = []
+
+    def kernel(hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(hidden.shape[0])
+        return torch_kernel(hidden, *others)
+
+    found = []
+    for fuses in (False, True):
+        with FusedLoss(model, kernel).installed() if fuses else nullcontext():
+            loss = model(**batch).loss
+            loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+        model.zero_grad()
+    assert rows == [4]
+    assert_same(*found, **TOLERANCE)
 
 
 def test_losses_of_routers_and_adapters_are_still_added() -> None:

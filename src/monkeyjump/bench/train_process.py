@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from monkeyjump.cli.imports import uncollected
+from monkeyjump.first_imports import uncollected
 from monkeyjump.training.recipe import Recipe, recipe_from
 
 with uncollected():  # as the command does

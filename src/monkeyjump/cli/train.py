@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.cli.imports import uncollected
     from monkeyjump.errors import ConfigError
+    from monkeyjump.first_imports import uncollected
     from monkeyjump.training.recipe import load_recipe
 
     given = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]

@@ -67,8 +67,13 @@ def bucket_sizes(lengths: Sequence[int], count: int = 4, multiple_of: int = 8) -
     return best[-1][1]
 
 
-def pack(order: Sequence[int], lengths: Sequence[int], capacity: int, open_rows: int = 16) -> list[list[int]]:
-    """Rows of at most `capacity` tokens, first fit into the last `open_rows` rows: the order stays nearly as given."""
+def pack(
+    order: Sequence[int], lengths: Sequence[int], capacity: int, open_rows: int = 16, most: int | None = None
+) -> list[list[int]]:
+    """Rows of at most `capacity` tokens and `most` sequences, first fit into the last `open_rows` rows.
+
+    The order stays nearly as given.
+    """
     longest = max((lengths[index] for index in order), default=0)
     if longest > capacity:
         raise ConfigError(
@@ -78,7 +83,7 @@ def pack(order: Sequence[int], lengths: Sequence[int], capacity: int, open_rows:
     free: list[int] = []
     for index in order:
         for row in range(max(len(rows) - open_rows, 0), len(rows)):
-            if lengths[index] <= free[row]:
+            if lengths[index] <= free[row] and (most is None or len(rows[row]) < most):
                 rows[row].append(index)
                 free[row] -= lengths[index]
                 break
@@ -111,9 +116,15 @@ class BatchSampler:
         return cls(lambda epoch: bucket(order(epoch), lengths, batch_size, f"{seed}/batches/{epoch}", drop_last))
 
     @classmethod
-    def packed(cls, order: Callable[[int], Sequence[int]], lengths: Sequence[int], capacity: int) -> BatchSampler:
+    def packed(
+        cls,
+        order: Callable[[int], Sequence[int]],
+        lengths: Sequence[int],
+        capacity: int,
+        most: int | None = None,
+    ) -> BatchSampler:
         """One packed row per batch: `BatchSampler.packed(mixture.order, mixture.lengths, 1024)`."""
-        return cls(lambda epoch: pack(order(epoch), lengths, capacity))
+        return cls(lambda epoch: pack(order(epoch), lengths, capacity, most=most))
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

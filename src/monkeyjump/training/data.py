@@ -99,10 +99,13 @@ def _padded(
 
 def _packed(recipe: Recipe, tokenizer: Any, mixture: Mixture, fast: FastSettings) -> TrainingData:
     capacity = recipe.data.max_length * recipe.train.batch_size
-    most = capacity // min(mixture.lengths) if fast.few_shapes else None
+    most = None
+    if fast.few_shapes:  # attention works through as many sequences as a row may have: not more than it needs
+        mean = sum(mixture.lengths) / len(mixture)
+        most = min(capacity // min(mixture.lengths), max(8, int(2 * capacity / mean)))
     return TrainingData(
         mixture,
-        BatchSampler.packed(mixture.order, mixture.lengths, capacity),
+        BatchSampler.packed(mixture.order, mixture.lengths, capacity, most),
         PackingCollator(tokenizer.pad_token_id, capacity, most, recipe.data.max_length if fast.few_shapes else None),
         shapes=1,
         calibration=CalibrationBatches(mixture, tokenizer, recipe.seed),

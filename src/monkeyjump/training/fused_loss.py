@@ -4,6 +4,7 @@ A causal model of Transformers ends in `logits = self.lm_head(hidden)` and `loss
 While a FusedLoss is installed, a training forward with labels passes the hidden states through the head untouched and
 the loss function makes the loss from them and the head's weight. No model code is replaced, so everything around it
 stays: routers' losses are added to the loss as before, and a forward without labels or in evaluation has its logits.
+Only tokens that have a label go through the head; of a question and its answer these are few.
 A model that does anything to the logits before the loss (soft-capping, scaling) is recognised by the tensor that
 reaches the loss not being the one that left the head, and refused before training.
 """
@@ -11,7 +12,7 @@ reaches the loss not being the one that left the head, and refused before traini
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,11 +22,15 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.run import has_adapter, without_adapter
 from monkeyjump.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from monkeyjump.tuner.model import find_context
 
 # (hidden [N, D], weight [V, D], targets [N], bias [V] or None, divisor or None for the mean) -> loss
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Any], torch.Tensor]
+
+
+_PLACES = 256  # numbers of tokens that go through the head are multiples of this
 
 
 class UnsupportedModelError(Exception):
@@ -84,6 +89,30 @@ def liger_kernel(
     return value if divisor is None else value / divisor
 
 
+class LabelCount:
+    """How many tokens of a batch have a label. It is asked for before the blocks run and read after they were launched,
+    so that the host waits for no more than the end of the step before."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.number, self.copied = torch.count_nonzero(labels != IGNORE), None
+        blind = torch.compiler.is_compiling() or (labels.is_cuda and torch.cuda.is_current_stream_capturing())
+        self.known = not blind
+        if labels.is_cuda and self.known:
+            self.number = torch.empty((), dtype=torch.long, pin_memory=True).copy_(self.number, non_blocking=True)
+            self.copied = torch.cuda.current_stream(labels.device).record_event()
+
+    def places(self, targets: torch.Tensor) -> torch.Tensor | None:
+        """Where the targets [N] that count are, filled up to a multiple of 256 with others; None: take all."""
+        if not self.known:
+            return None
+        if self.copied is not None:
+            self.copied.synchronize()
+        number = -(-max(1, int(self.number)) // _PLACES) * _PLACES
+        if 2 * number > targets.shape[0]:
+            return None
+        return (targets == IGNORE).to(torch.uint8).sort(stable=True).indices[:number]
+
+
 class FusedLoss:
     """The head and the loss function of one model, joined while `installed`."""
 
@@ -96,6 +125,7 @@ class FusedLoss:
         self._active = False  # whether this forward is fused
         self._hidden: torch.Tensor | None = None  # what the head was given in this forward
         self._used = False
+        self._labels: LabelCount | None = None  # of this forward
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -152,7 +182,9 @@ class FusedLoss:
         self.model.eval()
         try:
             devices = [device] if device.type == "cuda" else []
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            # without adapters, whose kernels would be compiled for three tokens
+            off = without_adapter(self.model) if has_adapter(self.model) else nullcontext()
+            with off, torch.no_grad(), torch.random.fork_rng(devices=devices):
                 return self.model(input_ids=ids, labels=ids.clone(), use_cache=False, **extras).loss.float()
         finally:
             for module in training:
@@ -160,7 +192,9 @@ class FusedLoss:
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         trains = self._forced or (module.training and torch.is_grad_enabled())
-        self._active = trains and kwargs.get("labels") is not None
+        labels = kwargs.get("labels")
+        self._active = trains and labels is not None
+        self._labels = LabelCount(labels) if self._active and kwargs.get("shift_labels") is None else None
 
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._active:
@@ -193,10 +227,14 @@ class FusedLoss:
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(logits.device)
         hidden = logits.reshape(-1, logits.shape[-1])
+        kept = None if self._labels is None else self._labels.places(targets)
+        if kept is not None:
+            hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
         return self.kernel(hidden, self.head.weight, targets, self.head.bias, num_items_in_batch)
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
         fused, self._active, self._hidden = self._active and self._hidden is not None, False, None
+        self._labels = None
         if fused and isinstance(output, ModelOutput):  # hidden states must not pass for logits
             return type(output)(**{**output, "logits": None})
         if fused and isinstance(output, tuple):

@@ -1,0 +1,141 @@
+"""Captured training on a GPU against the eager one: the same steps, whatever is switched on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+import monkeyjump as mj
+from monkeyjump import methods
+from monkeyjump.tasks.collate import PackingCollator
+from monkeyjump.tasks.encode import Encoded
+from monkeyjump.training.attention import attending
+from tests.helpers import assert_same, tiny_llama
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SIZE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+
+
+def new(method: str, dropout: float = 0.1, **changes: Any) -> Any:
+    base = tiny_llama(3, **SIZE)
+    torch.manual_seed(1)
+    if method == "peft":
+        config: Any = LoraConfig(r=2, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    else:
+        centers = {"center_init": "random_normalized"} if method.startswith("mj") else {}
+        config = methods.build(method, "mj_paper", target_modules=TARGETS, dropout=dropout, **centers, **changes)
+    return get_peft_model(base, config).cuda().train()
+
+
+def batch(rows: int, tokens: int, seed: int) -> dict[str, Tensor]:
+    """Rows with pads at the end of the first, and a prompt."""
+    ids = torch.randint(100, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:, :3] = -100
+    mask[0, -4:] = 0
+    labels[0, -4:] = -100
+    given = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    return {name: tensor.cuda() for name, tensor in given.items()}
+
+
+def train(model: Any, inside: Any, steps: int = 20, first: int = 0, task_ids: bool = False) -> tuple[Tensor, Any]:
+    """Losses of accumulated steps of two shapes, with an evaluation in the middle."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    losses = []
+    torch.cuda.manual_seed(5)
+    with inside as report:
+        for step in range(first, first + steps):
+            for micro in range(2):
+                given = batch(4, (24, 40, 24)[(step + micro) % 3], 10 * step + micro)
+                if task_ids:
+                    given["task_ids"] = torch.tensor([0, 1, 0, 1], device="cuda")
+                loss = model(**given).loss / 2
+                loss.backward()
+                losses.append(loss.detach())
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == first + 5:
+                model.eval()
+                with torch.no_grad():
+                    losses.append(model(**given).loss)
+                model.train()
+    return torch.stack(losses), report
+
+
+def settled(model: Any) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if "staged" not in name}
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["mjlora", "mjadalora", "mjlorafa", "mjpropulsion", "hydralora", "mixlora", "more", "mjlora_oracle", "peft"],
+)
+def test_captured_steps_are_the_eager_ones(method: str) -> None:
+    models = [new(method) for _ in range(2)]
+    by_task = method in ("more", "mjlora_oracle")
+    expected, _ = train(models[0], nullcontext(), task_ids=by_task)
+    inside = mj.fast(models[1], compile=False, fused_loss="torch", pads_last=True)
+    found, report = train(models[1], inside, task_ids=by_task)
+    assert (report.captured.graphs, report.captured.replayed) == (2, 38)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_same(settled(models[0]), settled(models[1]), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["mjlora", "peft"])
+def test_compiled_and_captured_steps_are_the_eager_ones(method: str) -> None:
+    models = [new(method) for _ in range(2)]
+    expected, _ = train(models[0], nullcontext())
+    found, report = train(models[1], mj.fast(models[1], fused_loss="torch", pads_last=True))
+    assert report.compiled.graphs <= 2
+    assert report.captured.replayed == 38
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_gradient_checkpointing_is_captured() -> None:
+    models = [new("mjlora") for _ in range(2)]
+    for model in models:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected, _ = train(models[0], nullcontext(), steps=6)
+    found, report = train(models[1], mj.fast(models[1], compile=False, fused_loss=False), steps=6)
+    assert report.captured.replayed == 10
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_that_is_entered_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """As after a checkpoint: other graphs, the same weights and centres."""
+    models = [new("mjlora", dropout=0.0) for _ in range(2)]
+    whole, _ = train(models[0], mj.fast(models[0], compile=False), steps=12)
+    first, _ = train(models[1], mj.fast(models[1], compile=False), steps=6)
+    again = new("mjlora", dropout=0.0)
+    again.load_state_dict(models[1].state_dict())
+    assert torch.equal(first, whole[: len(first)])
+    assert "forwards replayed from 2 CUDA graphs" in capsys.readouterr().out
+    given = batch(4, 24, 1)
+    assert torch.equal(again(**given).loss, models[1](**given).loss)
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    """Flash attention that is told the boundaries, against each sequence by itself; padded tails and unused places."""
+    items = [Encoded(torch.randint(100, (n,)).numpy(), 2, 0) for n in (7, 12, 5)]
+    model = new("mjlora", dropout=0.0, ema_stop=0).to(torch.bfloat16)
+    row = PackingCollator(0, 32, 8, 16)(items)
+    row = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in row.items()}
+    for name in ("task_ids", "prompt_lengths"):
+        row.pop(name)
+    with attending(model, pads_last=True) as used:
+        assert used == "monkeyjump_pads_last"
+        found = model(**row, use_cache=False).logits[0]
+    start = 0
+    for item in items:
+        ids = torch.as_tensor(item.input_ids, device="cuda")[None].long()
+        alone = model(input_ids=ids, use_cache=False).logits[0]
+        torch.testing.assert_close(found[start : start + len(item)], alone, atol=5e-2, rtol=5e-2)
+        start += len(item)
