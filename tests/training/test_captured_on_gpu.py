@@ -137,5 +137,5 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     for item in items:
         ids = torch.as_tensor(item.input_ids, device="cuda")[None].long()
         alone = model(input_ids=ids, use_cache=False).logits[0]
-        torch.testing.assert_close(found[start : start + len(item)], alone, atol=5e-2, rtol=5e-2)
+        assert (found[start : start + len(item)] - alone).norm() < 0.02 * alone.norm()
         start += len(item)
