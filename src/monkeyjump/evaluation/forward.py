@@ -4,8 +4,14 @@ The prompt is run once per example and its KV cache is shared by all answers. Th
 a sequence-routed adapter decides at the end of the prompt, as in generation, and keeps the decision with the cache, so
 no answer can influence how it is scored.
 
-Shapes: B prompts, P prompt tokens (padded on the left), N answers per prompt, L answer tokens (padded on the right), V
-vocabulary. Logits are made for answer positions only.
+Prompts are padded on the right and run without a mask, for which attention has its fastest kernels: in a causal model
+no token sees the padding behind it. Where that does not hold (`AnswerReader._hides_what_follows`), or the cache cannot
+have padding between a prompt and its answer, they are padded on the left and masked.
+
+Nothing here waits for the device: results stay on it until all batches have been started.
+
+Shapes: B prompts, P prompt tokens, R answers of all prompts, L answer tokens (padded on the right), V vocabulary.
+Logits are made for answer positions only.
 """
 
 from __future__ import annotations
@@ -17,24 +23,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.jobs import Batch, Job
+from monkeyjump.tuner.block_list import repeat_rows
 from monkeyjump.tuner.call import Generation, belonging_to
-from monkeyjump.tuner.model import find_context
 
 _FLOATS_AT_ONCE = 2**25  # logits converted to float32 in one piece: 128 MiB
+_STEPS_BETWEEN_LOOKS = 8  # steps of generation after which it is asked, once, whether every row has ended
+
+
+@dataclass
+class Inputs:
+    """The ids of a batch on the device."""
+
+    left: bool  # whether the prompts are padded on the left
+    prompts: Tensor  # [B, P]
+    lengths: Tensor  # [B]
+    task_ids: Tensor  # [B]
+    answers: Tensor  # [R, L], those of the first prompt, then those of the second, ...
+    answer_lengths: Tensor  # [R]
+    owners: Tensor  # [R], the prompt of each answer
+
+    def mask(self) -> Tensor:
+        """[B, P] True on real tokens."""
+        places, width = torch.arange(self.prompts.shape[1], device=self.prompts.device), self.prompts.shape[1]
+        lengths = self.lengths.unsqueeze(1)
+        return places >= width - lengths if self.left else places < lengths
 
 
 @dataclass
 class Prefix:
     """A batch of prompts after the model has read them."""
 
-    next_logits: torch.Tensor  # [B, V], what follows each prompt, float32
+    logits: Tensor  # [B, 1, V], what follows each prompt
     cache: Any
-    mask: torch.Tensor  # [B, P]
-    lengths: torch.Tensor  # [B]
-    extras: dict[str, torch.Tensor]
+    mask: Tensor  # [B, P]
+    lengths: Tensor  # [B]
     generation: Generation  # the answers belong to these prompts
 
 
@@ -45,74 +71,94 @@ class AnswerReader:
         self.model = model
         self.pad_id = pad_id
         self.device = model.get_input_embeddings().weight.device
-        self.routed = find_context(model) is not None
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._accepts = set(inspect.signature(base.forward).parameters)
+        self._head = base.get_output_embeddings()
+        self._right: bool | None = None  # whether prompts may be padded on the right; found out with the first batch
+        self._cache_takes_gaps = "position_ids" in self._accepts and _all_layers_grow(base.config)
 
-    def read(self, prompts: Sequence[Sequence[int]], task_ids: Sequence[int]) -> Prefix:
-        """Run the prompts."""
-        ids, mask = padded(prompts, self.pad_id, "left")
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        extras: dict[str, torch.Tensor] = {}
-        lengths = mask.sum(1)
-        if self.routed:  # a Monkey Jump model takes these out before the model sees them
-            extras["task_ids"] = torch.tensor(list(task_ids), device=self.device)
-        generation = Generation(ids.shape[1])
+    def batch_tokens(self) -> int:
+        """The padded tokens of a batch that keeps this device busy."""
+        return 8192 if self.device.type == "cpu" else 65536
+
+    def prepare(self, batch: Batch) -> Inputs:
+        """The batch on its way to the device; the same inputs serve every run."""
+        if batch.inputs is None:
+            if self._right is None:
+                self._right = self._head is not None and self._hides_what_follows()
+            right = self._right and (self._cache_takes_gaps or not batch.continues)
+            batch.inputs = self._inputs(batch.jobs, left=not right)
+        return batch.inputs
+
+    def answer_logprobs(self, batch: Batch) -> Tensor:
+        """The log-probability of every answer, float64 [R]."""
+        inputs = self.prepare(batch)
+        prefix, first = self.read(inputs, cached=batch.continues), inputs.answers[:, 0]
+        logits = prefix.logits[:, 0]
+        total = (logits[inputs.owners, first].float() - _logsumexp(logits)[inputs.owners]).double()
+        if not batch.continues:
+            return total
+        logits, targets = self.extend(prefix, inputs), inputs.answers[:, 1:]
+        picked = logits.gather(2, targets.unsqueeze(2)).squeeze(2).float()
+        padding = torch.arange(targets.shape[1], device=self.device) >= inputs.answer_lengths.unsqueeze(1) - 1
+        rest = (picked - _logsumexp(logits.flatten(0, 1)).view_as(picked)).masked_fill(padding, 0.0)
+        return total + rest.double().sum(1)
+
+    def read(self, inputs: Inputs, cached: bool) -> Prefix:
+        """Run the prompts. The cache is made only where something will follow."""
+        mask, lengths = inputs.mask(), inputs.lengths
+        generation = Generation(mask.shape[1], inputs.task_ids, prompt_mask=mask)
         with belonging_to(generation):
-            output = self._call(ids, mask, (mask.cumsum(1) - 1).clamp_min(0), keep=1, cache=None, extras=extras)
-        if getattr(output, "past_key_values", None) is None:
+            if inputs.left:
+                positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+                output = self._call(inputs.prompts, mask.long(), positions, None, keep=1)
+            else:
+                with self._head_reads(lengths - 1, mask.shape[1]):
+                    output = self.model(input_ids=inputs.prompts, use_cache=cached, return_dict=True)
+        cache = getattr(output, "past_key_values", None)
+        if cache is None and (cached or inputs.left):
             raise ConfigError(
                 f"{type(self.model).__name__} returns no KV cache, which evaluation shares between the answers: "
                 "evaluate a decoder-only model.",
                 title="model cannot be evaluated",
             )
-        return Prefix(output.logits[:, -1].float(), output.past_key_values, mask, lengths, extras, generation)
+        return Prefix(output.logits[:, -1:], cache, mask, lengths, generation)
 
-    def extend(self, prefix: Prefix, answers: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits [B * N, L, V] after each token of N answers per prompt, prompt by prompt. Uses the prefix up."""
-        repeats = len(answers) // prefix.mask.shape[0]
-        ids, mask = padded(answers, self.pad_id, "right")
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        if repeats > 1:
-            prefix.cache.batch_repeat_interleave(repeats)
-        whole = torch.cat([prefix.mask.repeat_interleave(repeats, 0), mask], 1)
-        lengths = prefix.lengths.repeat_interleave(repeats)
-        positions = lengths.unsqueeze(1) + torch.arange(ids.shape[1], device=self.device)
-        extras = {name: value.repeat_interleave(repeats) for name, value in prefix.extras.items()}
+    def extend(self, prefix: Prefix, inputs: Inputs) -> Tensor:
+        """Logits [R, L - 1, V] after each token of the answers but the last. Uses the prefix up."""
+        ids, owners = inputs.answers[:, :-1], inputs.owners
+        repeat_rows(prefix.cache, owners)
+        prefix.generation.task_ids = inputs.task_ids[owners]
+        places = torch.arange(ids.shape[1], device=self.device)
+        # A one-token answer needs no more than the prompt; beside longer ones it runs as a row that adds nothing.
+        mask = places < (inputs.answer_lengths - 1).clamp_min(1).unsqueeze(1)
+        whole = torch.cat([prefix.mask[owners], mask], 1).long()
         with belonging_to(prefix.generation):
-            return self._call(ids, whole, positions, keep=ids.shape[1], cache=prefix.cache, extras=extras).logits
+            positions = prefix.lengths[owners].unsqueeze(1) + places
+            return self._call(ids, whole, positions, prefix.cache, keep=ids.shape[1]).logits
 
-    def greedy(self, prefix: Prefix, max_new_tokens: int, end_ids: set[int]) -> list[list[int]]:
-        """The most likely next token, again and again, up to an end token (not returned). Uses the prefix up."""
-        rows = prefix.mask.shape[0]
-        found: list[list[int]] = [[] for _ in range(rows)]
-        running = [True] * rows
-        logits, mask = prefix.next_logits, prefix.mask
-        for step in range(max_new_tokens):
-            chosen = logits.argmax(-1)
-            for row, token in enumerate(chosen.tolist()):
-                running[row] = running[row] and token not in end_ids
-                if running[row]:
-                    found[row].append(token)
-            if not any(running) or step == max_new_tokens - 1:
+    def greedy(self, batch: Batch, end_ids: set[int]) -> Tensor:
+        """The most likely next token, again and again, [B, steps]. What comes after a row's end token is noise."""
+        inputs = self.prepare(batch)
+        prefix, steps = self.read(inputs, cached=True), max(job.limit for job in batch.jobs)
+        rows, width = prefix.mask.shape
+        mask = torch.cat([prefix.mask.long(), prefix.mask.new_ones(rows, steps, dtype=torch.long)], 1)
+        ends = torch.tensor(sorted(end_ids), device=self.device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        found, logits = [], prefix.logits
+        for step in range(steps):
+            found.append(logits[:, -1].argmax(-1))
+            ended |= torch.isin(found[-1], ends)
+            if step == steps - 1 or (step % _STEPS_BETWEEN_LOOKS == _STEPS_BETWEEN_LOOKS - 1 and bool(ended.all())):
                 break
-            mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
             positions = (prefix.lengths + step).unsqueeze(1)
             with belonging_to(prefix.generation):
-                output = self._call(chosen.unsqueeze(1), mask, positions, 1, prefix.cache, prefix.extras)
-            logits = output.logits[:, -1].float()
-        return found
+                ids, seen = found[-1].unsqueeze(1), mask[:, : width + step + 1]
+                logits = self._call(ids, seen, positions, prefix.cache, keep=1).logits
+        return torch.stack(found, 1)
 
-    def _call(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        keep: int,
-        cache: Any,
-        extras: dict[str, torch.Tensor],
-    ) -> Any:
-        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True, **extras}
+    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int) -> Any:
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
         if cache is not None:
             arguments["past_key_values"] = cache
         if "position_ids" in self._accepts:
@@ -121,51 +167,62 @@ class AnswerReader:
             arguments["logits_to_keep"] = keep
         return self.model(**arguments, return_dict=True)
 
+    @contextmanager
+    def _head_reads(self, last: Tensor, width: int) -> Iterator[None]:
+        """Inside, logits are made for one position of each row only, as [B, 1, V]."""
 
-def padded(rows: Sequence[Sequence[int]], pad_id: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ids as one tensor and its mask."""
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for number, row in enumerate(rows):
-        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[number, place] = torch.tensor(row, dtype=torch.long)
-        mask[number, place] = 1
-    return ids, mask
+        def pick(module: nn.Module, args: tuple) -> tuple:
+            hidden = args[0]  # wider than the ids where an adapter puts virtual tokens before them
+            places = (last.to(hidden.device) + hidden.shape[1] - width).view(-1, 1, 1)
+            return hidden.gather(1, places.expand(-1, 1, hidden.shape[2])), *args[1:]
 
+        handle = self._head.register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            handle.remove()
 
-def answer_logprobs(
-    reader: AnswerReader,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[Sequence[int]]],
-    task_ids: Sequence[int],
-) -> list[list[float]]:
-    """The log-probability of every answer of every prompt; every prompt of a call has the same number of answers."""
-    prefix = reader.read(prompts, task_ids)
-    device = prefix.next_logits.device
-    first = prefix.next_logits.log_softmax(-1)
-    firsts = torch.tensor([[ids[0] for ids in row] for row in answers], device=device)
-    total = first.gather(1, firsts).double()  # [B, N]
-    flat = [ids for row in answers for ids in row]
-    if max(map(len, flat)) > 1:
-        # A one-token answer needs no more than the prompt; beside longer ones it runs as a row that adds nothing.
-        logits = reader.extend(prefix, [ids[:-1] or ids for ids in flat])
-        targets, mask = padded([ids[1:] or [0] for ids in flat], 0, "right")
-        mask *= torch.tensor([[len(ids) > 1] for ids in flat])
-        rest = _gathered(logits, targets.to(device)) * mask.to(device)
-        total = total + rest.double().sum(1).view(total.shape)
-    return total.tolist()
+    def _hides_what_follows(self) -> bool:
+        """Whether tokens behind a prompt change nothing: asked of the model itself, with one small forward."""
+        prompts = torch.tensor([[1, 2, 3, 1, 1], [1, 2, 3, 2, 3]], device=self.device)
+        lengths, task_ids = prompts.new_full((2,), 3), prompts.new_zeros(2)
+        inputs = Inputs(False, prompts, lengths, task_ids, prompts[:, :0], lengths, task_ids)
+        logits = self.read(inputs, cached=False).logits.float()
+        one, other = logits[0], logits[1]
+        return logits.shape[1] == 1 and bool((one - other).abs().max() <= 1e-3 * one.abs().max())
+
+    def _inputs(self, jobs: Sequence[Job], left: bool) -> Inputs:
+        prompts, lengths = padded([job.prompt for job in jobs], self.pad_id, left)
+        answers, answer_lengths = padded([ids for job in jobs for ids in job.answers], 0, left=False)
+        owners = torch.tensor([row for row, job in enumerate(jobs) for _ in job.answers])
+        tensors = [prompts, lengths, torch.tensor([job.task_id for job in jobs]), answers, answer_lengths, owners]
+        if self.device.type == "cuda":  # a copy from pinned memory does not wait for the kernels before it
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return Inputs(left, *(tensor.to(self.device, non_blocking=True) for tensor in tensors))
 
 
-def _gathered(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [R, L] of the targets, in float32, without a float32 copy of all logits."""
-    rows = max(1, _FLOATS_AT_ONCE // (logits.shape[1] * logits.shape[2]))
-    parts = []
-    for start in range(0, len(logits), rows):
-        part = logits[start : start + rows, : targets.shape[1]].float()
-        picked = part.gather(2, targets[start : start + rows].unsqueeze(2)).squeeze(2)
-        parts.append(picked - part.logsumexp(2))
-    return torch.cat(parts)
+def padded(rows: Sequence[Sequence[int]], pad_id: int, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows of ids as one tensor, and their lengths."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    places = torch.arange(width)
+    mask = places >= width - lengths.unsqueeze(1) if left else places < lengths.unsqueeze(1)
+    ids = torch.full(mask.shape, pad_id)
+    ids[mask] = torch.tensor([token for row in rows for token in row])
+    return ids, lengths
+
+
+def _all_layers_grow(config: Any) -> bool:
+    """Whether the cache keeps all tokens apart: a window or a recurrent state would be filled with padding."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    """In float32 without a float32 copy of all logits: [R, V] -> [R]."""
+    rows = max(1, _FLOATS_AT_ONCE // logits.shape[1])
+    return torch.cat([part.float().logsumexp(1) for part in logits.split(rows)])
 
 
 @contextmanager

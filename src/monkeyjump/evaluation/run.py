@@ -6,6 +6,7 @@ import math
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
 from monkeyjump.evaluation.answers import normalize
+from monkeyjump.evaluation.jobs import MODES, Job, Mode, make_jobs
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
-from monkeyjump.evaluation.score import MODES, Mode, Prediction, predict
+from monkeyjump.evaluation.score import Prediction, Scorer
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
@@ -84,28 +86,20 @@ def evaluate(
     sides = _sides(model, settings.compare_base)
     ids = _task_ids(model, chosen, settings)
     examples = {task.name: _sample(task, settings) for task in chosen}
-    results: dict[str, dict[str, list[Prediction]]] = {task.name: {} for task in chosen}
-    counts: dict[str, tuple[int, int]] = {}
+    encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
     with _bar(sum(map(len, examples.values())) * len(sides), settings.progress) as bar:
-        for side, switched in sides.items():
-            with switched:
-                for task in chosen:
-                    bar.set_description(f"{task.name} ({side})", refresh=False)
-                    encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
-                    results[task.name][side] = predict(
-                        model,
-                        encoder,
-                        examples[task.name],
-                        _mode(examples[task.name], settings),
-                        normalize_length=settings.normalize_length,
-                        batch_tokens=settings.batch_tokens,
-                        progress=bar,
-                    )
-                    counts[task.name] = encoder.counts.dropped[task.name], encoder.counts.truncated[task.name]
+        scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
+        with _encoded(encoder, examples, settings) as jobs:
+            found = scorer.score((listed.result() for listed in jobs.values()), sides)
+        bar.update(encoder.counts.dropped.total() * len(sides))
+    results = {
+        name: {side: [predictions[job] for job in listed.result()] for side, predictions in found.items()}
+        for name, listed in jobs.items()
+    }
     rows, replicates = [], {}
     for task in chosen:
         row, replicates[task.name] = _row(task, examples[task.name], results[task.name], settings)
-        dropped, truncated = counts[task.name]
+        dropped, truncated = encoder.counts.dropped[task.name], encoder.counts.truncated[task.name]
         rows.append(replace(row, dropped=dropped, truncated=truncated))
     families, overall = mean_rows(rows, replicates)
     return EvaluationReport(rows, families, overall, _described(model, settings), results)
@@ -135,6 +129,21 @@ def _tasks(tasks: str | Sequence[str | Task]) -> list[Task]:
 
 def _mode(examples: Sequence[Example], settings: EvaluationSettings) -> Mode:
     return settings.mode if all(example.options for example in examples) else "generate"
+
+
+@contextmanager
+def _encoded(
+    encoder: Encoder, examples: Mapping[str, list[Example]], settings: EvaluationSettings
+) -> Iterator[dict[str, Future[list[Job]]]]:
+    """The jobs of each task, encoded one task after another in a thread beside the model."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield {
+                name: pool.submit(make_jobs, encoder, listed, _mode(listed, settings))
+                for name, listed in examples.items()
+            }
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _sample(task: Task, settings: EvaluationSettings) -> list[Example]:

@@ -16,22 +16,25 @@ the likelihood modes, and the number of the named option, or else the first numb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain, islice, starmap, takewhile
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.evaluation.answers import match_option, normalize, number_in
-from monkeyjump.evaluation.forward import AnswerReader, answer_logprobs, evaluating
+from monkeyjump.evaluation.forward import AnswerReader, evaluating
+from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs, waves
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.task import Example
 
-Mode = Literal["letter", "text", "generate"]
-MODES: tuple[Mode, ...] = ("letter", "text", "generate")
-FREE_ANSWER_TOKENS = 64  # what a free answer may take
-_ROOM = 8  # tokens beyond the longest option: "The answer is B."
-_LOGIT_WEIGHT = 16  # an answer position holds a row of logits: it counts as this many plain tokens of a batch
+_WAVE = 8  # full batches of a wave: fewer would be padded more, more would leave the device waiting for the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +51,6 @@ class Prediction:
     gold_value: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    index: int
-    example: Example
-    prompt: list[int]
-    answers: list[list[int]]  # token ids; in generation their lengths set the limit
-    task_id: int
-
-    @property
-    def kind(self) -> tuple[int, bool]:
-        """Jobs of one kind share a forward: as many answers, and the same need of a second forward."""
-        return len(self.answers), max(map(len, self.answers)) > 1
-
-
 def predict(
     model: nn.Module,
     encoder: Encoder,
@@ -70,85 +59,119 @@ def predict(
     *,
     normalize_length: bool = True,
     batch_tokens: int | None = None,
-    progress: Any = None,
 ) -> list[Prediction]:
-    """Predictions in the order of the examples; those the encoder drops as too long are left out (it counts them).
-
-    `progress`: an object with `update(n)`, such as a tqdm bar.
-    """
-    jobs = _jobs(encoder, examples, mode)
-    skipped = len(examples) - len(jobs)
-    if progress is not None and skipped:
-        progress.update(skipped)
-    reader = AnswerReader(model, encoder.tokenizer.pad_token_id or 0)
-    if batch_tokens is None:
-        batch_tokens = 8192 if reader.device.type == "cpu" else 65536
-    predictions: list[Prediction] = []
-    with evaluating(model):
-        for batch in _batches(jobs, mode, batch_tokens):
-            if mode == "generate":
-                predictions += _generated(reader, encoder, batch)
-            else:
-                predictions += _likeliest(reader, batch, normalize_length and mode == "text")
-            if progress is not None:
-                progress.update(len(batch))
-    return sorted(predictions, key=lambda prediction: prediction.index)
+    """Predictions in the order of the examples; those the encoder drops as too long are left out (it counts them)."""
+    jobs = make_jobs(encoder, examples, mode)
+    found = Scorer(model, encoder, normalize_length, batch_tokens).score([jobs], {"": nullcontext()})[""]
+    return [found[job] for job in jobs]
 
 
-def _jobs(encoder: Encoder, examples: Sequence[Example], mode: Mode) -> list[_Job]:
-    jobs = []
-    for index, example in enumerate(examples):
-        prompt = encoder.prompt_ids(example)
-        if prompt is None:
-            continue
-        if mode == "letter":
-            answers = [encoder.target_ids(text)[:-1] for text in example.targets("letter")]  # without the end token
-        else:
-            answers = [encoder.target_ids(text) for text in example.targets("text")]
-        jobs.append(_Job(index, example, prompt, answers, encoder.task_ids.get(example.task, 0)))
-    return jobs
+class Scorer:
+    """Runs jobs through a model, once for each side: the base model, the adapter."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        encoder: Encoder,
+        normalize_length: bool = True,
+        batch_tokens: int | None = None,
+        progress: Any = None,
+    ) -> None:
+        """`batch_tokens`: padded tokens of one forward; None: by device. `progress`: a tqdm bar."""
+        self.reader = AnswerReader(model, encoder.tokenizer.pad_token_id or 0)
+        self.encoder = encoder
+        self.normalize_length = normalize_length
+        self.batch_tokens = batch_tokens or self.reader.batch_tokens()
+        self.progress = progress
+        self.end_ids = end_ids(model, encoder.tokenizer)
+
+    def score(
+        self, lists: Iterable[list[Job]], sides: Mapping[str, AbstractContextManager[Any]]
+    ) -> dict[str, dict[Job, Prediction]]:
+        """The predictions of every side. A side's context switches the model to it.
+
+        Lists are asked for when the device has work in hand, so that they may be made beside it.
+        """
+        allowed, ran = self.batch_tokens, {}
+        parts: Iterable[list[Batch]]
+        parts = (make_batches(jobs, self.batch_tokens) for jobs in waves(lists, _WAVE * self.batch_tokens))
+        with evaluating(self.reader.model):
+            for side, switched in sides.items():
+                if self.progress is not None:
+                    self.progress.set_description(side, refresh=False)
+                with switched:
+                    ran[side] = [self.run(batches) for batches in parts]
+                parts = [batches for batches, _ in ran[side]]
+        if self.batch_tokens < allowed:
+            warnings.warn(
+                f"batches of {allowed:,} tokens did not fit in memory and were made smaller: "
+                f"batch_tokens={self.batch_tokens} fits.",
+                MonkeyJumpWarning,
+                stacklevel=2,
+            )
+        # The first look at results: until here nothing has waited for the device.
+        return {side: dict(chain.from_iterable(starmap(self._predictions, done))) for side, done in ran.items()}
+
+    def run(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
+        """Start all batches without waiting; return those that ran and what they will hold.
+
+        Where memory runs out, the batch and all that follow are made again with half as many tokens.
+        """
+        waiting, done, outputs = deque(batches), [], []
+        while waiting:
+            batch = waiting.popleft()
+            output = self._output(batch)
+            if output is None:
+                self.batch_tokens = min(self.batch_tokens, batch.cost) // 2
+                remaining = [job for part in (batch, *waiting) for job in part.jobs]
+                waiting = deque(make_batches(remaining, self.batch_tokens))
+                continue
+            done.append(batch)
+            outputs.append(output)
+            if self.progress is not None:
+                self.progress.update(len(batch.jobs))
+        return done, outputs
+
+    def _output(self, batch: Batch) -> Tensor | None:
+        """Log-probabilities or generated ids on the device; None where its memory is too small for the batch."""
+        try:
+            if batch.jobs[0].mode == "generate":
+                return self.reader.greedy(batch, self.end_ids)
+            return self.reader.answer_logprobs(batch)
+        except torch.OutOfMemoryError:
+            if len(batch.jobs) == 1:
+                raise
+        return None
+
+    def _predictions(self, batches: list[Batch], outputs: list[Tensor]) -> Iterator[tuple[Job, Prediction]]:
+        for batch, output in zip(batches, outputs, strict=True):
+            values = iter(output.tolist())
+            for job in batch.jobs:
+                if job.mode == "generate":
+                    # A row may not profit from a neighbour with longer options: cut at its own limit.
+                    ids = list(takewhile(lambda token: token not in self.end_ids, next(values)[: job.limit]))
+                    text = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+                    yield job, _judged(job, text, self.encoder)
+                else:
+                    logprobs = list(islice(values, len(job.answers)))
+                    yield job, _likeliest(job, logprobs, self.normalize_length and job.mode == "text")
 
 
-def _batches(jobs: list[_Job], mode: Mode, batch_tokens: int) -> Iterator[list[_Job]]:
-    """Batches of one kind and similar length, the longest first: what does not fit in memory shows at once."""
-    batch: list[_Job] = []
-    for job in sorted(jobs, key=lambda job: (job.kind, len(job.prompt), max(map(len, job.answers)), job.index))[::-1]:
-        if batch and (job.kind != batch[0].kind or _cost([*batch, job], mode) > batch_tokens):
-            yield batch
-            batch = []
-        batch.append(job)
-    if batch:
-        yield batch
-
-
-def _cost(batch: list[_Job], mode: Mode) -> int:
-    width = max(len(job.prompt) for job in batch)
-    length = max(len(ids) for job in batch for ids in job.answers)
-    answers, extends = batch[0].kind
-    if mode == "generate" or not extends:
-        return len(batch) * max(width, _LOGIT_WEIGHT)
-    return len(batch) * answers * max(width + length, _LOGIT_WEIGHT * length)
-
-
-def _likeliest(reader: AnswerReader, batch: list[_Job], per_token: bool) -> Iterator[Prediction]:
-    totals = answer_logprobs(
-        reader, [job.prompt for job in batch], [job.answers for job in batch], [job.task_id for job in batch]
+def _likeliest(job: Job, logprobs: list[float], per_token: bool) -> Prediction:
+    lengths = [len(ids) if per_token else 1 for ids in job.answers]
+    scores = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
+    numbers = [index for index, score in enumerate(scores) if not math.isnan(score)]
+    best = max(numbers, key=scores.__getitem__, default=-1)  # a model that has diverged answers nothing
+    example = job.example
+    return Prediction(
+        index=job.index,
+        predicted=best,
+        gold=example.label,
+        correct=best == example.label,
+        scores=tuple(scores),
+        value=None if example.score is None or best < 0 else _expected(logprobs, example.options),
+        gold_value=example.score,
     )
-    for job, logprobs in zip(batch, totals, strict=True):
-        lengths = [len(ids) if per_token else 1 for ids in job.answers]
-        scores = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
-        numbers = [index for index, score in enumerate(scores) if not math.isnan(score)]
-        best = max(numbers, key=scores.__getitem__, default=-1)  # a model that has diverged answers nothing
-        example = job.example
-        yield Prediction(
-            index=job.index,
-            predicted=best,
-            gold=example.label,
-            correct=best == example.label,
-            scores=tuple(scores),
-            value=None if example.score is None or best < 0 else _expected(logprobs, example.options),
-            gold_value=example.score,
-        )
 
 
 def _expected(logprobs: Sequence[float], options: Sequence[str]) -> float:
@@ -158,16 +181,7 @@ def _expected(logprobs: Sequence[float], options: Sequence[str]) -> float:
     return sum(w * float(option) for w, option in zip(weights, options, strict=True)) / sum(weights)
 
 
-def _generated(reader: AnswerReader, encoder: Encoder, batch: list[_Job]) -> Iterator[Prediction]:
-    prefix = reader.read([job.prompt for job in batch], [job.task_id for job in batch])
-    limits = [max(map(len, job.answers)) + _ROOM if job.example.options else FREE_ANSWER_TOKENS for job in batch]
-    rows = reader.greedy(prefix, max(limits), end_ids(reader.model, encoder.tokenizer))
-    for job, limit, ids in zip(batch, limits, rows, strict=True):
-        # A row may not profit from a neighbour with longer options: cut at its own limit.
-        yield _judged(job, encoder.tokenizer.decode(ids[:limit], skip_special_tokens=True), encoder)
-
-
-def _judged(job: _Job, text: str, encoder: Encoder) -> Prediction:
+def _judged(job: Job, text: str, encoder: Encoder) -> Prediction:
     example, value = job.example, None
     if not example.options:
         correct = normalize(text) == normalize(example.free_answer)

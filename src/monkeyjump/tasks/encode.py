@@ -90,6 +90,17 @@ class Encoder:
         """The prompt, its context cut if need be; None if it does not fit even without context (counted as dropped)."""
         return self._fit(example, self._ids([self.prompt_text(example)])[0])
 
+    def many_target_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """`target_ids` of many answers, each tokenized once."""
+        unique = list(dict.fromkeys(texts))
+        return {text: [*ids, self.tokenizer.eos_token_id] for text, ids in zip(unique, self._ids(unique), strict=True)}
+
+    def many_prompt_ids(self, examples: Iterable[Example]) -> Iterator[list[int] | None]:
+        """`prompt_ids` of many examples, tokenized a chunk at a time."""
+        source = iter(examples)
+        while chunk := list(islice(source, _CHUNK)):
+            yield from map(self._fit, chunk, self._ids([self.prompt_text(example) for example in chunk]))
+
     def prompt_text(self, example: Example, context: str | None = None) -> str:
         """The whole prompt as text: what the chat template makes of the question."""
         message = example.prompt(self.answer_format, context)

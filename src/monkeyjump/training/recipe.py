@@ -109,7 +109,7 @@ class EvaluateSettings(Section):
     mode: Literal["letter", "text", "generate"] | None = Field(None, description="null: as data.answer")
     validation_limit: int | None = Field(100, ge=1, description="most rows of a task while training")
     test_limit: int | None = Field(None, ge=1, description="most rows of a task in the final table")
-    batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward")
+    batch_tokens: int | None = Field(None, ge=1, description="padded tokens of one forward; null: by device")
     before: bool = Field(True, description="score the base model too")
 
 

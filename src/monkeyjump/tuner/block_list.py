@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
@@ -204,3 +204,11 @@ def _decides_for_rows(config: MonkeyJumpConfig, call: ModelCall) -> bool:
     """Whether an adapter decides once for a whole row, by its prompt."""
     by_prompt = config.placement == "nested" and call.task_ids is None
     return by_prompt or (config.uses_centers and config.granularity == "sequence")
+
+
+def repeat_rows(cache: Any, rows: Tensor) -> None:
+    """Make a KV cache of rows of itself, with the decisions that belong to them: several answers to one prompt."""
+    cache.reorder_cache(rows)
+    kept = getattr(cache, KEPT, None)
+    if kept is not None:
+        setattr(cache, KEPT, (kept[0], {key: made[rows.to(made.device)] for key, made in kept[1].items()}))

@@ -42,6 +42,7 @@ class Generation:
     prompt_width: int | None  # padded; None where the prompt goes into an encoder
     task_ids: Tensor | None = None
     prompt_lengths: Tensor | None = None
+    prompt_mask: Tensor | None = None  # [B, T] True on real tokens, where the model itself is given no mask
 
 
 @dataclass(eq=False)
@@ -127,6 +128,8 @@ class BlocksCall:
         context, arguments, generation = self.call.context, self.arguments, self.call.generation
         width = None if generation is None else generation.prompt_width
         mask = real_tokens(arguments.get("attention_mask"), shape)
+        if mask is None and generation is not None and generation.prompt_mask is not None:
+            mask = generation.prompt_mask if generation.prompt_mask.shape == shape else None
         seq_idx, positions = arguments.get("seq_idx"), arguments.get("position_ids")
         if mask is not None or arguments.get("past_key_values") is not None or width:
             positions = None  # they tell of packing only where Transformers reads them so: no mask, no cache
