@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import compare as module
-from monkeyjump.experiments.compare import Cell, compare, with_controls
+from monkeyjump.experiments.compare import compare, with_controls
+from monkeyjump.experiments.comparison import Cell
 from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
 from monkeyjump.training import shared as shared_module
 from monkeyjump.training.recipe import Recipe, load_recipe
@@ -34,6 +35,7 @@ class FakeRuns:
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
         monkeypatch.setattr(module.Shared, "give_back", lambda *args: None)
+        monkeypatch.setattr(module.Shared, "take", lambda *args: (None, None))
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
         monkeypatch.setattr(module, "score_on_test", self.test)
         monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
@@ -60,7 +62,7 @@ class FakeRuns:
             tasks=[],
         )
 
-    def test(self, model: Any, tokenizer: Any, tasks: Any, recipe: Recipe) -> Any:
+    def test(self, model: Any, tokenizer: Any, tasks: Any, recipe: Recipe, memory: Any) -> Any:
         self.tested.append(recipe.method)
         return self.report(recipe)
 

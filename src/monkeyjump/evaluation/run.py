@@ -18,8 +18,9 @@ from torch import nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
 from monkeyjump.evaluation.answers import normalize
-from monkeyjump.evaluation.jobs import MODES, Job, Mode, make_jobs
+from monkeyjump.evaluation.jobs import MODES, Job, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
+from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
 from monkeyjump.evaluation.score import Prediction, Scorer
 from monkeyjump.registry import did_you_mean
@@ -74,12 +75,14 @@ def evaluate(
     tokenizer: Any,
     tasks: str | Sequence[str | Task],
     settings: EvaluationSettings | None = None,
+    memory: Memory | None = None,
     **changes: Any,
 ) -> EvaluationReport:
     """Score a model, and its base model beside it if it has an adapter.
 
     Settings are the fields of `EvaluationSettings`, given as an object, as keywords, or both (keywords win). A model
-    without adapter is the base model: its scores are in the report's base column.
+    without adapter is the base model: its scores are in the report's base column. A `memory` that calls for adapters of
+    one base model share keeps what they all need: encoded examples and the answers of the base model.
     """
     settings = _settings(settings, changes)
     chosen = _tasks(tasks)
@@ -87,11 +90,18 @@ def evaluate(
     ids = _task_ids(model, chosen, settings)
     examples = {task.name: _sample(task, settings) for task in chosen}
     encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
+    memory = memory or Memory()
     with _bar(sum(map(len, examples.values())) * len(sides), settings.progress) as bar:
         scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
-        with _encoded(encoder, examples, settings) as jobs:
+        with _encoded(encoder, examples, settings, memory) as jobs:
+            if "base" in sides and all(job in memory.base for listed in jobs.values() for job in listed.result()):
+                del sides["base"]
+                bar.update(sum(map(len, examples.values())))
             found = scorer.score((listed.result() for listed in jobs.values()), sides)
         bar.update(encoder.counts.dropped.total() * len(sides))
+    memory.base.update(found.get("base", {}))
+    if settings.compare_base:
+        found = {"base": memory.base, **found}
     results = {
         name: {side: [predictions[job] for job in listed.result()] for side, predictions in found.items()}
         for name, listed in jobs.items()
@@ -133,13 +143,13 @@ def _mode(examples: Sequence[Example], settings: EvaluationSettings) -> Mode:
 
 @contextmanager
 def _encoded(
-    encoder: Encoder, examples: Mapping[str, list[Example]], settings: EvaluationSettings
+    encoder: Encoder, examples: Mapping[str, list[Example]], settings: EvaluationSettings, memory: Memory
 ) -> Iterator[dict[str, Future[list[Job]]]]:
     """The jobs of each task, encoded one task after another in a thread beside the model."""
     with ThreadPoolExecutor(1) as pool:
         try:
             yield {
-                name: pool.submit(make_jobs, encoder, listed, _mode(listed, settings))
+                name: pool.submit(memory.jobs, encoder, listed, _mode(listed, settings), settings.normalize_length)
                 for name, listed in examples.items()
             }
         finally:
