@@ -35,8 +35,10 @@ GRACE = 60  # seconds in which a stopped process may write its checkpoint
 def run_jobs(comparison: Comparison, output: Path, jobs: int | str) -> None:
     """Make all missing runs, or as many as can be made: those that failed are named in the error at the end."""
     count = auto_jobs(comparison, output) if jobs == "auto" else int(jobs)
-    if count > 1:
-        Schedule(comparison, output, count).run()
+    schedule = Schedule(comparison, output, count)
+    schedule.ready()
+    if count > 1 and comparison.total - comparison.done > 1:  # a process for one run alone would only take time
+        schedule.run()
 
 
 def auto_jobs(comparison: Comparison, output: Path) -> int:
@@ -127,7 +129,7 @@ class Schedule:
             raise
 
     def _hand_out(self) -> None:
-        ready = self._ready()
+        ready = self.ready()
         while (
             ready and len(self.running) < self.jobs and not any(run in self.alone for run, *_ in self.running.values())
         ):
@@ -141,7 +143,7 @@ class Schedule:
             self._begin(number, wanted)
             ready.remove(wanted)
 
-    def _ready(self) -> list[Wanted]:
+    def ready(self) -> list[Wanted]:
         """What can be made now. Runs that were made before are taken over on the way, and may make others ready."""
         taken = {*self.failed, *(wanted for wanted, *_ in self.running.values())}
         while True:
