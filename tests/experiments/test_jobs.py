@@ -54,7 +54,7 @@ class FakeWorkers:
 
         def interrupt(self) -> None: ...
 
-        def end(self, seconds: float = 0) -> int:
+        def end(self) -> int:
             self.connection.close()
             self.workers.alive.pop(self.number)
             return -9
@@ -99,7 +99,10 @@ def test_what_fails_is_named_and_the_others_go_on(
     assert second.startswith("mjlora, rate 0.002, seed 0: disk full (see ")
     assert advice == "All other runs are kept: the same command makes what is missing."
     record = read_record(tmp_path / "cells" / "lora" / "lr-0.002" / "seed-1" / "record.json")
-    assert (record.status, record.extra["error"]) == ("failed", "its process ended with exit code -9")
+    assert (record.status, record.extra["error"]) == (
+        "failed",
+        "ChildProcessError: its process ended with exit code -9",
+    )
     names = [name for _, name in workers.made]
     assert "mjlora-0.001-0" in names
     assert "mjlora-0.002-1" not in names  # the search has not found its rate
@@ -121,7 +124,8 @@ def test_a_run_that_does_not_fit_beside_others_is_made_alone(
     assert {number for number, _ in workers.made[2:]} == {0}
     workers.failing["lora-0.004-0"] = ("too much, even alone", True)
     with pytest.raises(ConfigError, match=r"lora, rate 0\.004, seed 0: too much, even alone"):
-        compare(load_recipe("quickstart"), ["lora"], [0, 1], [4e-3], tmp_path, jobs=2)
+        compare(load_recipe("quickstart"), ["lora"], [0, 1], [4e-3], tmp_path, jobs=3)
+    assert [name for _, name in workers.made].count("lora-0.004-0") == 2
 
 
 @pytest.mark.parametrize(
@@ -175,3 +179,13 @@ def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_number_of_jobs_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "quickstart", "--methods", "lora", "--jobs", "0"]) == 2
     assert "--jobs 0 must be a number of runs from 1, or auto." in capsys.readouterr().err
+
+
+def test_a_worker_sees_one_gpu_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
+    assert [module._gpu(number) for number in range(3)] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [module._gpu(number) for number in range(2)] == ["5", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert module._gpu(1) is None

@@ -10,6 +10,7 @@ import copy
 import gc
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -88,15 +89,19 @@ def run_here(comparison: Comparison, output: Path, wanted: Wanted) -> None:
 
 def make_cell(recipe: Recipe, test: bool, shared: Shared) -> RunRecord:
     """Train and score, and write the record. What the search has trained is only scored on test."""
-    path = recipe.folder / CELL
     searched = finished(recipe, test=False) if test else None
     if searched is not None and searched.metrics.get("diverged_at") is None:  # one that diverged cannot be loaded
         searched.metrics |= _test_metrics(_tested(recipe, shared))
-        write_record(searched, path)
+        write_record(searched, recipe.folder / CELL)
         return searched
-    with recording(path, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed) as done:
+    with recorded(recipe) as done:
         done.metrics = _run_cell(recipe, test, shared)
     return done
+
+
+def recorded(recipe: Recipe) -> AbstractContextManager[RunRecord]:
+    """The record of a run, written at the end of the block whatever the end is."""
+    return recording(recipe.folder / CELL, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed)
 
 
 def cell_recipe(comparison: Comparison, output: Path, wanted: Wanted) -> Recipe:

@@ -10,8 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from typing import Any
 import torch
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.experiments.compare import CELL, cell_recipe, finished, run_here
+from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded, run_here
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.worker import LOG, work
-from monkeyjump.record import RunRecord, read_record, write_record
+from monkeyjump.record import read_record
 from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.shared import Shared
@@ -67,23 +66,23 @@ class Worker:
     def __init__(self, number: int, jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, jobs))
-        with _one_gpu(number):
-            self.process.start()
+        self.process = context.Process(target=work, args=(theirs, jobs, _gpu(number)))
+        self.process.start()
         theirs.close()
 
     def make(self, recipe: Recipe, test: bool) -> None:
-        self.connection.send((recipe, test))
+        with suppress(OSError):  # where it has ended, waiting for its answer will tell
+            self.connection.send((recipe, test))
 
     def interrupt(self) -> None:
         """As Ctrl-C does: it writes a checkpoint and a record, then ends."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGINT)
 
-    def end(self, seconds: float = GRACE) -> int | None:
-        """Let it end, or kill it when the time is over; its exit code."""
+    def end(self) -> int | None:
+        """Let it end, or kill it when its time is over; its exit code."""
         self.connection.close()
-        self.process.join(seconds)
+        self.process.join(GRACE)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -110,29 +109,19 @@ class Schedule:
                     self._take_back(numbers[connection])
                 self._hand_out()
         finally:
-            self._end_all()
+            for number in self.running:  # something went wrong here, or it was Ctrl-C
+                self.workers[number].interrupt()
+            for worker in self.workers.values():
+                worker.end()
         if self.failed:
             raise ConfigError(
                 [*self.failed.values(), "All other runs are kept: the same command makes what is missing."],
                 title="runs have failed",
             )
 
-    def _end_all(self) -> None:
-        for number in self.running:  # something went wrong here, or it was Ctrl-C
-            self.workers[number].interrupt()
-        try:
-            for worker in self.workers.values():
-                worker.end()
-        except KeyboardInterrupt:  # a second one stops at once
-            for worker in self.workers.values():
-                worker.end(0)
-            raise
-
     def _hand_out(self) -> None:
         ready = self.ready()
-        while (
-            ready and len(self.running) < self.jobs and not any(run in self.alone for run, *_ in self.running.values())
-        ):
+        while ready and len(self.running) < self.jobs and not self.alone & {run for run, *_ in self.running.values()}:
             number = min(set(range(self.jobs)) - set(self.running))
             wanted = self._choose(ready, number)
             if wanted in self.alone:
@@ -180,7 +169,7 @@ class Schedule:
             self.comparison.add(wanted, read_record(recipe.folder / CELL))
             self.comparison.seconds.append(seconds)
             self._say("finished", wanted, f": {in_words(seconds)}{self.comparison.time_left(self.jobs)}")
-        elif no_memory and self.jobs > 1:
+        elif no_memory and self.jobs > 1 and wanted not in self.alone:
             self.alone.add(wanted)
             self.jobs -= 1
             self._say("no memory", wanted, f": again alone; {self.jobs} at a time")
@@ -193,26 +182,16 @@ class Schedule:
     def _died(self, number: int, recipe: Recipe) -> str:
         """Write the record that a process could not write any more."""
         error = f"its process ended with exit code {self.workers.pop(number).end()}"
-        extra = {"error": error}
-        record = RunRecord("compare-cell", recipe.name, recipe.to_dict(), recipe.seed, status="failed", extra=extra)
-        write_record(record, recipe.folder / CELL)
+        with suppress(ChildProcessError), recorded(recipe):
+            raise ChildProcessError(error)
         return error
 
     def _say(self, what: str, wanted: Wanted, end: str) -> None:
         print(f"{what:9} {self.comparison.done:3}/{self.comparison.total} {wanted}{end}", flush=True)
 
 
-@contextmanager
-def _one_gpu(number: int) -> Iterator[None]:
-    """A process that is started inside sees one GPU of several."""
-    name, count = "CUDA_VISIBLE_DEVICES", torch.cuda.device_count()
-    before = os.environ.get(name)
-    if count > 1:
-        visible = before.split(",") if before else [str(place) for place in range(count)]
-        os.environ[name] = visible[number % len(visible)]
-    try:
-        yield
-    finally:
-        if count > 1:
-            os.environ.pop(name)
-            os.environ.update({} if before is None else {name: before})
+def _gpu(number: int) -> str | None:
+    """The GPU of a worker, where there are several."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    names = visible.split(",")
+    return names[number % len(names)] if len(names) > 1 else None

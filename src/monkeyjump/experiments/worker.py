@@ -16,8 +16,10 @@ from pathlib import Path
 LOG = "output.log"
 
 
-def work(connection: Connection, jobs: int) -> None:
+def work(connection: Connection, jobs: int, gpu: str | None) -> None:
     """Answer every run with its error in words, or None, and whether memory was the reason."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C goes to the parent alone, which tells its workers
     with suppress(EOFError, OSError, KeyboardInterrupt):

@@ -71,7 +71,8 @@ def initialize_centers(
         )
     tokens = num_tokens or config.init_tokens or _affordable(model, progress)
     routers = [router for router in context.routers() if name in router.layers]
-    asked = tokens, seed, restarts, *(getattr(config, field) for field in _DECIDING), *_experts(routers, name)
+    experts = [(router.path, len(router.layers[name])) for router in routers]
+    asked = tokens, seed, restarts, *(getattr(config, field) for field in _DECIDING), *experts
     known = {} if known is None else known
     if asked not in known:
         collector = TokenCollector(name, config, tokens)
@@ -83,10 +84,6 @@ def initialize_centers(
         _set_centers(router, name, centers, mean)
     shares = {router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)}
     return CalibrationReport(name, config.center_init, kept, shares)
-
-
-def _experts(routers: list[BlockRouter], name: str) -> list[tuple[str, int]]:
-    return [(router.path, len(router.layers[name])) for router in routers]
 
 
 def _all_centers(
