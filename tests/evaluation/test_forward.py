@@ -18,7 +18,6 @@ from transformers import (
     Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
@@ -131,18 +130,18 @@ def test_batches_mix_tasks_and_keep_to_the_budget(tokenizer):
 
 def test_every_text_is_tokenized_once(monkeypatch, tokenizer):
     seen: list[list[str]] = []
-    tokenize = PreTrainedTokenizerFast.__call__
+    tokenize = Encoder._ids
 
-    def counting(self: Any, text: Any, **settings: Any) -> Any:
-        seen.append([text] if isinstance(text, str) else list(text))
-        return tokenize(self, text, **settings)
+    def counting(self: Encoder, texts: list[str]) -> list[list[int]]:
+        seen.append(texts)
+        return tokenize(self, texts)
 
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counting)
+    monkeypatch.setattr(Encoder, "_ids", counting)
     report = evaluate(add_adapter(make_model()), tokenizer, TASKS, mode="text", progress=False)
-    assert len(seen) == 2 * len(TASKS)  # options and prompts of each task, for both sides
-    for texts in seen:
-        assert len(texts) == len(set(texts))
-    assert report.overall.base is not None
+    assert {row.base is None or row.adapter is None for row in report.rows} == {False}
+    # for both sides together: the options of each task, then its prompts
+    assert [len(texts) for texts in seen] == [2, 12, 3, 12, 4, 12]
+    assert len({text for texts in seen for text in texts}) == 45
 
 
 def test_memory_that_runs_out_halves_the_batches(tokenizer, examples):

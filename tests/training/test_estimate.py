@@ -13,6 +13,7 @@ from monkeyjump.tasks.preflight import look_at
 from monkeyjump.training import estimate as module
 from monkeyjump.training.data import training_data
 from monkeyjump.training.estimate import estimate, in_words
+from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.recipe import load_recipe
 from tests.tiny_folder import save_tiny_model, write_recipe
 
@@ -31,7 +32,7 @@ def test_tokens_of_every_part_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
     recipe = load_recipe(str(path), ["train.accumulation=2"])
     tasks = expand(recipe.tasks)
     model, tokenizer = load_model(recipe.model)
-    data = training_data(recipe, tasks, tokenizer)
+    data = training_data(recipe, tasks, tokenizer, FastSettings())
     monkeypatch.setattr(module, "_seconds_per_token", lambda *args: 0.5)
     found = estimate(model, recipe, data, 8, look_at(tasks), center_tokens=100)
     length = sum(map(len, data.items)) / len(data.items)

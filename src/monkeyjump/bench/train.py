@@ -19,11 +19,9 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 from monkeyjump.bench.results import bytes_in_words, milliseconds, output_folder, ratio
 from monkeyjump.bench.settings import Settings
@@ -89,7 +87,7 @@ class TrainRun:
         output.unlink(missing_ok=True)
         order = {"recipe": self._recipe(), "variant": self.variant, "started": time.time(), "output": str(output)}
         with log.open("a") as file:
-            command = [sys.executable, "-m", "monkeyjump.bench.train", json.dumps(order)]
+            command = [sys.executable, "-m", "monkeyjump.bench.train_process", json.dumps(order)]
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
         if done.returncode or not output.exists():
             raise RuntimeError(f"training failed, see {log}: {log.read_text()[-LOG_TAIL:]}")
@@ -124,89 +122,3 @@ class TrainRun:
             "seed": settings.seed,
             "output": str(self.folder / "run"),
         }
-
-
-# -- in the process that trains ------------------------------------------------------------------
-
-
-def main(order: dict[str, Any]) -> None:
-    """Train as ordered, and write down when what was reached."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import TrainerCallback
-
-    from monkeyjump.training import run as running
-    from monkeyjump.training.recipe import recipe_from
-
-    recipe = recipe_from(order["recipe"])
-    marks = {"imported": time.time()}
-
-    def reached(name: str) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        marks[name] = time.time()
-
-    class Clock(TrainerCallback):
-        """Looks at the clock where it waits for the device anyway, and once in the middle."""
-
-        def on_train_begin(self, args, state, control, **kwargs):
-            reached("centres")  # it comes after the callback that places them
-
-        def on_step_end(self, args, state, control, **kwargs):
-            middle = state.max_steps // 2
-            if state.global_step in (1, middle, state.max_steps):
-                reached({1: "first step", middle: "middle"}.get(state.global_step, "last step"))
-
-    def data(*args: Any) -> Any:
-        reached("model")
-        found = running_data(*args)
-        reached("data")
-        return found
-
-    running_data = running.training_data
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(running, "training_data", data))
-        if order["variant"].startswith(PEFT_LORA):
-            settings = recipe.adapter
-            rank = settings.get("r", 2)
-            lora = LoraConfig(
-                r=rank,
-                lora_alpha=5 * rank / 2,  # type: ignore[arg-type]
-                lora_dropout=settings["dropout"],
-                target_modules=settings["target_modules"],
-                task_type="CAUSAL_LM",
-            )
-            for name, stand_in in {
-                "get_peft_model": lambda base, _: get_peft_model(base, lora),
-                "MonkeyJumpCallback": lambda **_: TrainerCallback(),
-                "save_adapter": lambda result, *_: result.model.save_pretrained(result.folder / "adapter"),
-            }.items():
-                stack.enter_context(patch.object(running, name, stand_in))
-        callbacks = running.TaskTrainer.__init__
-        stack.enter_context(patch.object(running.TaskTrainer, "__init__", _with(callbacks, Clock)))
-        result = running.run(recipe, overwrite=True, test=False)
-    half = recipe.train.max_steps - recipe.train.max_steps // 2
-    step = (marks["last step"] - marks["middle"]) / half
-    peak = result.measurements["peak_memory_bytes"]
-    found = {
-        "step_ms": 1e3 * step,
-        "first_step_s": marks["first step"] - order["started"],
-        "wall_s": marks["last step"] - order["started"],
-        "peak_bytes": peak,
-        "marks": {name: round(mark - order["started"], 3) for name, mark in marks.items()},
-        "final_loss": result.measurements["final_loss"],
-        "fast": {name: result.measurements.get(name) for name in ("compile_seconds", "graphs", "replayed")},
-    }
-    Path(order["output"]).write_text(json.dumps(found))
-
-
-def _with(init: Any, clock: Any) -> Any:
-    def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.add_callback(clock)
-
-    return initialized
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

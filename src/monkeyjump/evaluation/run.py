@@ -6,7 +6,7 @@ import math
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
 from monkeyjump.evaluation.answers import normalize
-from monkeyjump.evaluation.jobs import MODES, Job, Mode
+from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
@@ -93,11 +93,18 @@ def evaluate(
     memory = memory or Memory()
     with _bar(sum(map(len, examples.values())) * len(sides), settings.progress) as bar:
         scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
-        with _encoded(encoder, examples, settings, memory) as jobs:
+        pool = ThreadPoolExecutor(1)  # encodes one task after another beside the model
+        jobs = {
+            name: pool.submit(memory.jobs, encoder, rows, _mode(rows, settings), settings.normalize_length)
+            for name, rows in examples.items()
+        }
+        try:
             if "base" in sides and all(job in memory.base for listed in jobs.values() for job in listed.result()):
                 del sides["base"]
                 bar.update(sum(map(len, examples.values())))
             found = scorer.score((listed.result() for listed in jobs.values()), sides)
+        finally:
+            pool.shutdown(cancel_futures=True)
         bar.update(encoder.counts.dropped.total() * len(sides))
     memory.base.update(found.get("base", {}))
     if settings.compare_base:
@@ -139,21 +146,6 @@ def _tasks(tasks: str | Sequence[str | Task]) -> list[Task]:
 
 def _mode(examples: Sequence[Example], settings: EvaluationSettings) -> Mode:
     return settings.mode if all(example.options for example in examples) else "generate"
-
-
-@contextmanager
-def _encoded(
-    encoder: Encoder, examples: Mapping[str, list[Example]], settings: EvaluationSettings, memory: Memory
-) -> Iterator[dict[str, Future[list[Job]]]]:
-    """The jobs of each task, encoded one task after another in a thread beside the model."""
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            yield {
-                name: pool.submit(memory.jobs, encoder, listed, _mode(listed, settings), settings.normalize_length)
-                for name, listed in examples.items()
-            }
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _sample(task: Task, settings: EvaluationSettings) -> list[Example]:

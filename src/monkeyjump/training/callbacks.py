@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
+from monkeyjump.adapters import AdaLoraAdapter, Adapter, LoraFaAdapter
 from monkeyjump.training.fast import fast
 from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.model import find_context, require_context
 from monkeyjump.tuner.trace import staged_load
 from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, project_gradients
-from monkeyjump.tuner.training.regularizer import add_regularizer_gradients
+from monkeyjump.tuner.training.regularizer import active_adapters, add_regularizer_gradients
 
 
 class MonkeyJumpCallback(TrainerCallback):
@@ -52,10 +53,17 @@ class MonkeyJumpCallback(TrainerCallback):
         self.known = known
         self.progress = progress
         self.report: CalibrationReport | None = None
+        # of the run: what a walk through all modules would find in every step
+        self._model: Any = None
+        self._context: RoutingContext | None = None
+        self._adapters: list[Adapter] = []
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
-        model = _unwrapped(model)
-        if (context := self._context(model)) is not None:
+        self._model = model = _unwrapped(model)
+        # with `fast` there may be no routing: PEFT's own LoRA needs nothing else of this
+        self._context = context = find_context(model) if self.fast else require_context(model)
+        self._adapters = [adapter for _, adapter in active_adapters(model)]
+        if context is not None:
             context.accumulation = args.gradient_accumulation_steps
         for name in [] if context is None else _centroid_adapters(context):
             if not centers_initialized(model, name):
@@ -66,47 +74,37 @@ class MonkeyJumpCallback(TrainerCallback):
                 self.report = initialize_centers(
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress, known=self.known
                 )
-
         if self.fast:
             self._inside.enter_context(fast(model))
 
     def on_train_end(self, args, state, control, **kwargs):
         self._inside.close()
 
-    def _context(self, model: nn.Module) -> RoutingContext | None:
-        """The routing of the model. With `fast` it may have none: PEFT's own LoRA needs nothing else of this."""
-        return find_context(model) if self.fast else require_context(model)
-
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Ask for the load of the experts in the steps that are logged; others may do without the statistics."""
         logged = state.logging_steps and (state.global_step + 1) % state.logging_steps == 0
-        if (context := self._context(_unwrapped(model))) is not None:
-            context.watches_load = bool(logged or (args.logging_first_step and not state.global_step))
+        if self._context is not None:
+            self._context.watches_load = bool(logged or (args.logging_first_step and not state.global_step))
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        model = _unwrapped(model)
-        context = self._context(model)
-        if context is None:
-            return
-        if context.regularizer_due:
-            add_regularizer_gradients(model)
-            context.regularizer_due = False
-        project_gradients(model)
+        if self._context is not None and self._context.regularizer_due:
+            add_regularizer_gradients(self._model)
+            self._context.regularizer_due = False
+        if any(isinstance(adapter, LoraFaAdapter) for adapter in self._adapters):
+            project_gradients(self._model)
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         # after the step, before the gradients are cleared: the momentum of the optimiser would undo an earlier zero
-        allocate_ranks(_unwrapped(model), step=state.global_step + 1)
+        if any(isinstance(adapter, AdaLoraAdapter) for adapter in self._adapters):
+            allocate_ranks(self._model, step=state.global_step + 1)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        if logs is None or model is None or "loss" not in logs:
-            return
-        model = _unwrapped(model)
-        context = self._context(model)
-        if context is None:
+        context = self._context
+        if logs is None or context is None or "loss" not in logs:
             return
         shown: dict[str, float] = {}
         for name in dict.fromkeys(name for blocks in context.lists.values() for name in blocks.active()):
-            loads = list(staged_load(model, name).values())
+            loads = list(staged_load(self._model, name).values())
             if loads and any(sum(load.share) for load in loads):
                 shown["router/load_entropy"] = round(sum(load.entropy for load in loads) / len(loads), 4)
                 shown["router/dead_experts"] = sum(len(load.dead) for load in loads)

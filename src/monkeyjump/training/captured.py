@@ -4,7 +4,7 @@ Only the blocks are captured, from the token ids to the last hidden state: that 
 of launches. Heads, losses, accumulation, clipping and the optimiser stay as they are, so that this works in any loop.
 The call of the stack is taken over where torch itself puts a compiled one.
 
-A graph belongs to the shapes of its inputs. It is recorded when a shape comes for the third time; until then, and
+A graph belongs to the shapes of its inputs. It is recorded when a shape comes for the second time; until then, and
 where a call cannot be recorded, the stack runs as it is. A graph also belongs to the tensors it was recorded with:
 when parameters have moved, or others are trained, all graphs are recorded again.
 
@@ -35,7 +35,7 @@ from monkeyjump.tuner.fast.shared_inputs import Seeds
 from monkeyjump.tuner.model import find_context
 from monkeyjump.tuner.recomputation import HOLDERS
 
-WARM_UP = 2  # calls of a shape before it is recorded: the first compiles, the second has everything in place
+WARM_UP = 1  # calls of a shape before it is recorded
 MOST_GRAPHS = 16
 TOLD = ("labels", "task_ids", "prompt_lengths")  # what the stack reads of the call around it
 SAID = ("load", "probability", "contrastive")  # what learned routers say to the top of the model
@@ -57,7 +57,8 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
-        with torch.cuda.graph(self._graph, pool=self._pool):
+        # other threads may load data meanwhile
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
             return work()
 
     def replay(self) -> None:
@@ -127,6 +128,7 @@ class CapturedCall:
         self._compiled = vars(module).get("_compiled_call_impl") or module._call_impl
         self._seen: Counter[Key] = Counter()
         self._graphs: dict[Key, Recorded | None] = {}  # None: cannot be recorded
+        self._parameters = list(module.parameters())
         self._tensors: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +174,7 @@ class CapturedCall:
         return self.call(args, kwargs)
 
     def _forget_if_moved(self) -> None:
-        found = tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self.module.parameters())
+        found = tuple((parameter.data_ptr(), parameter.requires_grad) for parameter in self._parameters)
         if found != self._tensors:
             self._tensors = found
             self._graphs.clear()
@@ -205,12 +207,17 @@ class Recorded:
         self.sources = [*(value for value in self.inputs if value.requires_grad), *self.trained]
         self.live: list[Tensor] = []  # the outputs that have a gradient, with the graph behind them
         self.shape_of_output: Any = None
+        self.upstream: list[Tensor] = []
+        self.used: list[int] = []
         self.forward, self.backward = owner.new_graph(), owner.new_graph()
         with _without_random_states(owner.module):
+            with _undone(owner.module):  # a recording can load no kernel and compile nothing
+                self._forward()
+                self.upstream = [torch.zeros_like(output) for output in self.live]
+                self._backward()
+            self.live = []
             outputs = self.forward.record(self._forward)
             self.differentiable = [output.requires_grad for output in outputs]
-            self.upstream = [torch.empty_like(output) for output in self.live]
-            self.used: list[int] = []
             self.flat = self.backward.record(self._backward)
         self.live = []
         self.outputs = [output.detach() for output in outputs]
@@ -341,11 +348,25 @@ def _key(leaves: list[Any], spec: Any) -> Key | None:
 def _without_autocast_cache() -> Iterator[None]:
     """A copy of a weight that autocast keeps would lie in the memory of the graph."""
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    # without autocast nothing is kept, and compiled code would be made again for the other setting
+    torch.set_autocast_cache_enabled(before and not torch.is_autocast_enabled("cuda"))
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """What is done inside changes no buffer and draws no random number."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {buffer.device for buffer in module.parameters() if buffer.is_cuda}
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for buffer, values in before:
+            buffer.data.copy_(values)
 
 
 @contextmanager

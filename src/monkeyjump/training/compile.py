@@ -2,7 +2,7 @@
 
 | `train.compile` | compiled | graphs for each batch shape |
 |---|---|---|
-| `blocks` (true) | every transformer block, with its router; one graph serves all blocks of a kind | 2 to 4 |
+| `blocks` (true) | every transformer block, with its router; one graph serves all blocks of a kind | 1 or 2 |
 | `model` | the whole stack of blocks as one graph, from the token ids to the last hidden state | 1 |
 
 Where batches have several lengths, the graphs of blocks serve all of them. Evaluation, calibration and generation
@@ -28,8 +28,8 @@ from monkeyjump.tuner.model import find_context
 from monkeyjump.tuner.module_paths import block_of, owner_of
 
 BACKEND = "inductor"
-# Of one shape and one kind of block: the first block's input needs no gradient, a batch without padding needs no mask,
-# a recomputed block stages nothing. Twice that is the limit.
+# Of one shape and one kind of block: a batch without padding needs no mask, a recomputed block stages nothing. Twice
+# that is the limit.
 _VARIANTS = 4
 
 
@@ -60,13 +60,15 @@ def compiled(
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     parts = compiled_parts(base, what)
     any_length = what == "blocks" and shapes != 1  # a whole model would make its masks for each
-    limit = 2 * _VARIANTS * (1 if any_length else max(1, shapes or 8)) * len({_kind(part) for part in parts})
+    kinds = {_kind(part) for part in parts}
+    limit = 2 * _VARIANTS * (1 if any_length else max(1, shapes or 8)) * len(kinds)
     patched = torch._dynamo.config.patch(
         recompile_limit=limit,
         accumulated_recompile_limit=max(256, limit),
         specialize_float=True,  # rates and scales are no lengths
     )
     call = torch.compile(whole_call, backend=backend or BACKEND, fullgraph=True, dynamic=any_length)
+    _forget_others((kinds, any_length, str(backend or BACKEND), _settings_of(model)), limit)
     context = find_context(base)
     if context is not None:
         context.shared_inputs.prepare()
@@ -80,8 +82,6 @@ def compiled(
                 del part._compiled_call_impl
             if context is not None:
                 context.shared_inputs.release()
-            # the graphs belong to the code they were made from, not to `call`: a later run would count them as its own
-            torch._dynamo.eval_frame.reset_code(whole_call.__code__)
 
 
 def compiled_parts(base: nn.Module, what: str) -> list[Any]:
@@ -105,6 +105,25 @@ def _kind(module: nn.Module) -> tuple:
     return getattr(module, "attention_type", None), tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
 
 
+_last: list[Any] = [None]  # what the graphs that there are were made for
+
+
+def _forget_others(made_for: Any, limit: int) -> None:
+    """Graphs belong to the code they were made from, for as long as the process lives: a later run of the same kind
+    goes on with them, and those of another would only count against the limit."""
+    from torch._dynamo import eval_frame
+
+    made = len(eval_frame._debug_get_cache_entry_list(whole_call.__code__))  # type: ignore[attr-defined]
+    if made_for != _last[0] or 2 * made >= limit:
+        eval_frame.reset_code(whole_call.__code__)
+    _last[0] = made_for
+
+
+def _settings_of(model: Any) -> str:
+    configs = getattr(model, "peft_config", {})
+    return str({name: sorted(vars(config).items(), key=str) for name, config in configs.items()})
+
+
 def whole_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     """A module with its hooks. `Module.compile()` makes a graph of the forward and others of the hooks; the router is a
     hook and belongs into one graph with the projections that read its gates."""
@@ -126,6 +145,9 @@ class _TrainingCall:
             return self.module._call_impl(*args, **kwargs)
         from torch._dynamo import exc
 
+        if self.what == "blocks" and args and not args[0].requires_grad:
+            # the first block as the others, so that one graph serves all
+            args = args[0].detach().requires_grad_(), *args[1:]
         try:
             return self.call(self.module, *args, **kwargs)
         except exc.Unsupported as error:

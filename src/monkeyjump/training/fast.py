@@ -22,6 +22,7 @@ from monkeyjump.training.attention import attending
 from monkeyjump.training.captured import CaptureReport, captured
 from monkeyjump.training.compile import CompileReport, compiled, compiled_parts
 from monkeyjump.training.fused_loss import fused_loss as with_fused_loss
+from monkeyjump.training.known_modules import known_modules
 from monkeyjump.training.plain_lora import faster_lora
 from monkeyjump.training.progress import say
 
@@ -96,6 +97,7 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
     report = FastReport()
     with ExitStack() as stack:
         if chosen.compile or chosen.capture:
+            stack.enter_context(known_modules(model))
             stack.enter_context(faster_lora(model))
         report.fused_loss = stack.enter_context(with_fused_loss(model, chosen.fused_loss, parameter.is_cuda))
         if chosen.compile or chosen.capture:

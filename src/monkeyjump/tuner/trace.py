@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, E routed projections of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.model import require_context
 
 
@@ -103,13 +102,16 @@ def record_routing(model: nn.Module) -> Iterator[RoutingTrace]:
 def staged_load(model: nn.Module, adapter_name: str = "default") -> dict[str, ExpertLoad]:
     """Expert load of the last training forward, as it was staged: costs nothing until it is asked for."""
     loads = {}
-    for (adapter, key), load in require_context(model).losses.loads.items():
+    context = require_context(model)
+    for (adapter, key), load in context.losses.loads.items():
         if adapter == adapter_name:
             loads[key] = ExpertLoad([f"expert {n}" for n in range(len(load))], load.tolist(), mean_gate=[])
-    for router in require_context(model).routers():
-        layers: Sequence[MonkeyJumpLayer] = router.layers.get(adapter_name, [])
-        if layers and adapter_name in layers[0].monkeyjump_staged_count:
-            counts = torch.stack([layer.monkeyjump_staged_count[adapter_name] for layer in layers]).double().cpu()
-            share = (counts / counts.sum().clamp_min(1)).tolist()
-            loads[router.key] = ExpertLoad(list(router.names[adapter_name]), share, mean_gate=[])
+    routers = [router for router in context.routers() if adapter_name in router.layers]
+    routers = [r for r in routers if adapter_name in r.layers[adapter_name][0].monkeyjump_staged_count]
+    staged = [layer.monkeyjump_staged_count[adapter_name] for r in routers for layer in r.layers[adapter_name]]
+    counts = torch.stack([count.to(staged[0].device) for count in staged]).double().cpu() if staged else torch.zeros(0)
+    for router in routers:  # one copy from the device for all of them
+        own, counts = counts.tensor_split([len(router.layers[adapter_name])])
+        share = (own / own.sum().clamp_min(1)).tolist()
+        loads[router.key] = ExpertLoad(list(router.names[adapter_name]), share, mean_gate=[])
     return loads
