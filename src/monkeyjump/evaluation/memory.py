@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from monkeyjump.evaluation.jobs import Job, Mode, make_jobs
-from monkeyjump.evaluation.score import Prediction
+from monkeyjump.evaluation.score import Prediction, Scorer
 from monkeyjump.tasks import Example
 from monkeyjump.tasks.encode import Encoder
 
@@ -18,7 +21,7 @@ class Memory:
     Examples are recognised by their content, so that other rows, as another seed may give, are encoded and scored.
     """
 
-    base: dict[Job, Prediction] = field(default_factory=dict)
+    _base: dict[Job, Prediction] = field(default_factory=dict)
     _encoded: dict[Any, list[tuple[list[Example], list[Job], int, int]]] = field(default_factory=dict)
 
     def jobs(self, encoder: Encoder, examples: list[Example], mode: Mode, *scored_by: Any) -> list[Job]:
@@ -33,3 +36,15 @@ class Memory:
         jobs = make_jobs(encoder, examples, mode)
         self._encoded[key].append((examples, jobs, counts.dropped[task], counts.truncated[task]))
         return jobs
+
+    def score(
+        self, scorer: Scorer, lists: list[Future[list[Job]]], sides: Mapping[str, AbstractContextManager[Any]]
+    ) -> dict[str, dict[Job, Prediction]]:
+        """The same as `scorer.score`, without the base model where it has answered all of this before."""
+        known = "base" in sides and all(job in self._base for jobs in lists for job in jobs.result())
+        if known and scorer.progress is not None:
+            scorer.progress.update(sum(len(jobs.result()) for jobs in lists))
+        left = {side: switched for side, switched in sides.items() if not (known and side == "base")}
+        found = scorer.score((jobs.result() for jobs in lists), left)
+        self._base.update(found.get("base", {}))
+        return {**({"base": self._base} if known else {}), **found}

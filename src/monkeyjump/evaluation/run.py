@@ -99,16 +99,10 @@ def evaluate(
             for name, rows in examples.items()
         }
         try:
-            if "base" in sides and all(job in memory.base for listed in jobs.values() for job in listed.result()):
-                del sides["base"]
-                bar.update(sum(map(len, examples.values())))
-            found = scorer.score((listed.result() for listed in jobs.values()), sides)
+            found = memory.score(scorer, list(jobs.values()), sides)
         finally:
             pool.shutdown(cancel_futures=True)
         bar.update(encoder.counts.dropped.total() * len(sides))
-    memory.base.update(found.get("base", {}))
-    if settings.compare_base:
-        found = {"base": memory.base, **found}
     results = {
         name: {side: [predictions[job] for job in listed.result()] for side, predictions in found.items()}
         for name, listed in jobs.items()
