@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +15,16 @@ from safetensors.torch import load_file
 
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation import memory
+from monkeyjump.evaluation.score import Scorer
 from monkeyjump.experiments import compare as module
-from monkeyjump.experiments.compare import Cell, compare, with_controls
+from monkeyjump.experiments.compare import compare, with_controls
+from monkeyjump.experiments.comparison import Cell
 from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
 from monkeyjump.training import shared as shared_module
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run
+from monkeyjump.tuner.centers import calibrate
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 
@@ -31,9 +37,11 @@ class FakeRuns:
         self.settings: list[dict[str, Any]] = []
         self.tested: list[str] = []
         self.diverge: set[float] = set()  # rates at which training blows up
+        self.measured: dict[str, Any] = {}
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
         monkeypatch.setattr(module.Shared, "give_back", lambda *args: None)
+        monkeypatch.setattr(module.Shared, "take", lambda *args: (None, None))
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
         monkeypatch.setattr(module, "score_on_test", self.test)
         monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
@@ -53,6 +61,7 @@ class FakeRuns:
                 "steps_per_second": 2.0,
                 "peak_memory_bytes": None,
                 "diverged_at": 3 if lr in self.diverge else None,
+                **self.measured,
             },
             report=self.report(recipe) if test else None,
             model=None,
@@ -60,7 +69,7 @@ class FakeRuns:
             tasks=[],
         )
 
-    def test(self, model: Any, tokenizer: Any, tasks: Any, recipe: Recipe) -> Any:
+    def test(self, model: Any, tokenizer: Any, tasks: Any, recipe: Recipe, memory: Any) -> Any:
         self.tested.append(recipe.method)
         return self.report(recipe)
 
@@ -221,32 +230,49 @@ def test_many_methods_stay_within_80_columns(fakes: FakeRuns, tmp_path: Path) ->
 
 
 def test_a_cell_of_a_grid_is_its_separate_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods, rates and seeds that share one loaded base and its encoded texts, each against a run on its own."""
+    """Methods, rates and seeds that share a base, its centres and its scores, each against a run on its own."""
     path = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
     settings = ["train.max_steps=3", "train.eval_steps=3", "train.save_steps=3"]
-    recipe = load_recipe(str(path), settings)
-    loads: list[str] = []
-    load = shared_module.load_model
+    made: Counter[str] = Counter()
 
-    def counted(name: str, **options: Any) -> Any:
-        loads.append(name)
-        return load(name, **options)
+    def count(owner: Any, name: str, what: Callable[..., str | None]) -> None:
+        original = getattr(owner, name)
 
-    monkeypatch.setattr(shared_module, "load_model", counted)
+        def counted(*args: Any, **options: Any) -> Any:
+            made[what(*args) or ""] += 1
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(shared_module, "load_model", lambda *args: "loaded")
+    count(calibrate, "collect", lambda *args: "tokens read")
+    count(Scorer, "score", lambda scorer, lists, sides: "base scored" if "base" in sides else None)
+    count(memory, "make_jobs", lambda *args: "encoded")
     methods = ["lora", "mjlora", "mjadalora", "hydralora"]
-    found = compare(recipe, methods, [0, 1], [1e-2], tmp_path / "grid", controls=False)
-    assert len(loads) == 1
-    for cell in found.final[1::2]:  # of the second seed, the later half of what shares
+    found = compare(load_recipe(str(path), settings), methods, [0, 1], [1e-2, 1e-3], tmp_path / "grid", controls=False)
+    made.pop("")
+    # the two seeds draw other training and validation rows of the two tasks, and the same test rows
+    assert made == {"loaded": 1, "tokens read": 2, "base scored": 1, "encoded": 6}
+    for cell in [*found.final[1::2], found.final[2]]:  # of the second seed, and one that the search has trained
         alone = load_recipe(str(path), [
-            *settings, f"method={cell.method}", f"seed={cell.seed}", f"output={tmp_path / 'alone' / cell.method}",
+            *settings, f"method={cell.method}", f"seed={cell.seed}", f"train.lr={cell.lr}",
+            f"output={tmp_path / 'alone' / cell.method / str(cell.seed)}",
         ])  # fmt: skip
         result = run(alone, overwrite=True)
-        folder = tmp_path / "grid" / "cells" / cell.method / "lr-0.01" / f"seed-{cell.seed}"
-        mine = load_file(folder / "adapter" / "adapter_model.safetensors")
-        theirs = load_file(alone.folder / "adapter" / "adapter_model.safetensors")
-        assert mine.keys() == theirs.keys()
-        for name, tensor in mine.items():
-            torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5, msg=f"{cell.method}: {name}")
+        folder = tmp_path / "grid" / "cells" / cell.method / f"lr-{cell.lr:g}" / f"seed-{cell.seed}"
+        assert_same_adapter(folder, alone.folder)
         assert result.report is not None
         assert cell.metrics["validation"] == result.best_validation
         assert cell.metrics["tasks"] == {row.task: row.adapter for row in result.report.rows}
+        assert cell.metrics["base"] == {row.task: row.base for row in result.report.rows}
+        if cell.seed:  # the report of a run that was trained and tested in one go
+            saved = json.loads((folder / "evaluation.json").read_text())
+            assert saved["rows"] == json.loads((alone.folder / "evaluation.json").read_text())["rows"]
+
+
+def assert_same_adapter(folder: Path, other: Path) -> None:
+    """Weights and centres."""
+    mine, theirs = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (folder, other))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5, msg=f"{folder}: {name}")

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from monkeyjump.tuner.centers.sample import forward_inputs
 from monkeyjump.tuner.trace import ExpertLoad, record_routing
 
 
@@ -77,7 +78,8 @@ class ExpertUsage:
 @torch.no_grad()
 def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torch.Tensor]]]) -> ExpertUsage:
     """Run the batches of each task through the model and count where their tokens went."""
-    device = next(model.parameters()).device
+    device, base = next(model.parameters()).device, getattr(model, "get_base_model", lambda: model)()
+    decoder_only = not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     was_training = model.training
     model.eval()
     loads = {}
@@ -86,7 +88,10 @@ def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torc
             continue
         with record_routing(model) as trace:
             for batch in task_batches:
-                model(**{key: value.to(device) for key, value in batch.items()})
+                inputs = forward_inputs(base, batch, device)
+                # prompt_lengths say where prompts end; labels say it too, but they ask for the logits of all tokens
+                inputs.pop("labels" if "prompt_lengths" in inputs and decoder_only else "logits_to_keep", None)
+                model(**inputs)
         loads[task] = {block: trace.load(block) for block in trace.blocks()}
     model.train(was_training)
     return ExpertUsage(loads)

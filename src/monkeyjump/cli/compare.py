@@ -17,15 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", metavar="A,B,...", help="tasks instead of the recipe's")
     parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub")
     parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/compare-<recipe>)")
+    parser.add_argument(
+        "--jobs", default="auto", metavar="N", help="runs at a time, in processes of their own (default: auto)"
+    )
     parser.add_argument("--no-controls", action="store_true", help="leave out the controls a routed method needs")
 
 
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from monkeyjump.cli.imports import uncollected
     from monkeyjump.errors import ConfigError
-    from monkeyjump.experiments.compare import compare
-    from monkeyjump.experiments.tables import comparison_tables, save_comparison
     from monkeyjump.training.recipe import load_recipe
 
     overrides = list(options.overrides)
@@ -40,6 +42,12 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--lrs {options.lrs or recipe.train.lr} must be above 0 and finite, --seeds {options.seeds} at least 1."
         )
+    if options.jobs != "auto" and not (options.jobs.isdecimal() and int(options.jobs)):
+        raise ConfigError(f"--jobs {options.jobs} must be a number of runs from 1, or auto.")
+    with uncollected():  # only now: they bring torch, which no mistake above has to wait for
+        from monkeyjump.experiments.compare import compare
+        from monkeyjump.experiments.tables import comparison_tables, save_comparison
+
     output = Path(options.output or f"runs/compare-{recipe.name}")
     try:
         comparison = compare(
@@ -49,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
             lrs,
             output,
             controls=not options.no_controls,
+            jobs=options.jobs if options.jobs == "auto" else int(options.jobs),
         )
     except KeyboardInterrupt:
         print(f"\nstopped; finished runs are kept in {output}. The same command goes on where this one stopped.")

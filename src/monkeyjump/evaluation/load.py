@@ -13,11 +13,14 @@ TASK_IDS = "monkeyjump_task_ids"  # attribute of a loaded model: the ids its tas
 RECIPE_FILE = "recipe.json"  # beside the adapter, if the library trained it
 
 
-def load_adapter(path: str | Path, base: str | None = None, dtype: Any = None, device: Any = None) -> tuple[Any, Any]:
+def load_adapter(
+    path: str | Path, base: str | None = None, dtype: Any = None, device: Any = None, loaded: Any = None
+) -> tuple[Any, Any]:
     """The model with its adapter, in eval mode, and its tokenizer.
 
     The base model is `base`, or the one the training recipe names, or the one in `adapter_config.json`. The ids of the
-    tasks it was trained on stay with the model, for adapters that route by task.
+    tasks it was trained on stay with the model, for adapters that route by task. `loaded`: the base model and its
+    tokenizer, where they are there already.
     """
     from peft import PeftModel
     from safetensors import SafetensorError
@@ -27,7 +30,7 @@ def load_adapter(path: str | Path, base: str | None = None, dtype: Any = None, d
     recipe = read_saved_recipe(folder)
     named: list[str | None] = [base] if base else [recipe.get("model"), config.get("base_model_name_or_path")]
     name = _base_name(folder, named, recipe.get("origin", {}).get("base"))
-    model, tokenizer = load_model(name, dtype=dtype, device=device)
+    model, tokenizer = loaded or load_model(name, dtype=dtype, device=device)
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = _own_tokenizer(folder, tokenizer)
     try:

@@ -18,8 +18,9 @@ from torch import nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
 from monkeyjump.evaluation.answers import normalize
-from monkeyjump.evaluation.jobs import MODES, Mode, make_jobs
+from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
+from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
 from monkeyjump.evaluation.score import Prediction, Scorer
 from monkeyjump.registry import did_you_mean
@@ -74,12 +75,14 @@ def evaluate(
     tokenizer: Any,
     tasks: str | Sequence[str | Task],
     settings: EvaluationSettings | None = None,
+    memory: Memory | None = None,
     **changes: Any,
 ) -> EvaluationReport:
     """Score a model, and its base model beside it if it has an adapter.
 
     Settings are the fields of `EvaluationSettings`, given as an object, as keywords, or both (keywords win). A model
-    without adapter is the base model: its scores are in the report's base column.
+    without adapter is the base model: its scores are in the report's base column. A `memory` that calls for adapters of
+    one base model share keeps what they all need: encoded examples and the answers of the base model.
     """
     settings = _settings(settings, changes)
     chosen = _tasks(tasks)
@@ -87,12 +90,16 @@ def evaluate(
     ids = _task_ids(model, chosen, settings)
     examples = {task.name: _sample(task, settings) for task in chosen}
     encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
+    memory = memory or Memory()
     with _bar(sum(map(len, examples.values())) * len(sides), settings.progress) as bar:
         scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
         pool = ThreadPoolExecutor(1)  # encodes one task after another beside the model
-        jobs = {name: pool.submit(make_jobs, encoder, rows, _mode(rows, settings)) for name, rows in examples.items()}
+        jobs = {
+            name: pool.submit(memory.jobs, encoder, rows, _mode(rows, settings), settings.normalize_length)
+            for name, rows in examples.items()
+        }
         try:
-            found = scorer.score((listed.result() for listed in jobs.values()), sides)
+            found = memory.score(scorer, list(jobs.values()), sides)
         finally:
             pool.shutdown(cancel_futures=True)
         bar.update(encoder.counts.dropped.total() * len(sides))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,87 +19,17 @@ import torch
 
 from monkeyjump import methods as presets
 from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation.metrics import PairedDifference, paired_difference
 from monkeyjump.evaluation.run import EvaluationReport, load_adapter
+from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.measure import measure_usage
 from monkeyjump.record import RunRecord, numbered, read_record, recording, writable_folder, write_record
 from monkeyjump.tasks import expand
 from monkeyjump.tasks.preflight import look_at
-from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.run import run, score_on_test
 from monkeyjump.training.shared import Shared
 
 CELL = "record.json"
-
-
-@dataclass
-class Cell:
-    """One run of the grid."""
-
-    method: str
-    lr: float
-    seed: int
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Comparison:
-    recipe: Recipe
-    methods: list[str]
-    seeds: list[int]
-    lrs: dict[str, list[float]]
-    searched: list[Cell] = field(default_factory=list)
-    final: list[Cell] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of the runs that this process made
-    shared: Shared = field(default_factory=Shared)
-
-    def progress(self) -> str:
-        """Which run of how many comes next, and how long the rest may take."""
-        rates = {method: len(lrs) if len(lrs) > 1 else 0 for method, lrs in self.lrs.items()}
-        total = sum(rates.values()) + len(self.methods) * len(self.seeds)
-        done = len(self.searched) + len(self.final)
-        left = f", about {in_words((total - done) * fmean(self.seconds))} left" if self.seconds else ""
-        return f"run {done + 1} of {total}{left}"
-
-    def best_lr(self, method: str) -> float:
-        tried = [cell for cell in self.searched if cell.method == method]
-        stable = [cell for cell in tried if cell.metrics.get("diverged_at") is None] or tried
-        if not tried:
-            return self.lrs[method][0]
-        scores = [-math.inf if (score := cell.metrics["validation"]) is None else score for cell in stable]
-        return stable[scores.index(max(scores))].lr
-
-    def values(self, method: str, task: str) -> list[float]:
-        """Test metric by seed, in the order of the seeds."""
-        cells = {cell.seed: cell for cell in self.final if cell.method == method}
-        return [
-            cells[seed].metrics["mean"] if task == "mean" else cells[seed].metrics["tasks"][task]
-            for seed in self.seeds
-            if seed in cells
-        ]
-
-    def tasks(self) -> list[str]:
-        return list(self.final[0].metrics["tasks"]) if self.final else []
-
-    def families(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for task, family in (self.final[0].metrics["families"] if self.final else {}).items():
-            found.setdefault(family, []).append(task)
-        return found
-
-    def family_values(self, method: str, family: str) -> list[float]:
-        columns = [self.values(method, task) for task in self.families()[family]]
-        return [fmean(by_task) for by_task in zip(*columns, strict=True)]
-
-    def differences(self, reference: str) -> dict[str, PairedDifference]:
-        """Method less reference in the mean of all tasks, paired by seed."""
-        base = self.values(reference, "mean")
-        return {
-            method: paired_difference(self.values(method, "mean"), base)
-            for method in self.methods
-            if method != reference
-        }
 
 
 def compare(
@@ -111,8 +40,12 @@ def compare(
     output: Path,
     *,
     controls: bool = True,
+    jobs: int | str = 1,
 ) -> Comparison:
-    """Run whatever of the grid is not there yet, then put it together."""
+    """Run whatever of the grid is not there yet, then put it together.
+
+    `jobs` runs are made at a time, each in a process of its own; 1: in this process; "auto": as `jobs.auto_jobs` says.
+    """
     chosen = with_controls(methods) if controls else list(dict.fromkeys(methods))
     for method, settings in presets.overrides_of_each(chosen, recipe.preset, recipe.adapter).items():
         presets.build(method, recipe.preset, **settings)  # every bad name or setting before the first run
@@ -120,13 +53,14 @@ def compare(
         raise ConfigError("compare needs at least one seed and one learning rate.")
     writable_folder(output, "output")
     look_at(expand(recipe.tasks), recipe.data.folder)  # the search does not open test, and would find it broken late
-    comparison = Comparison(recipe, chosen, list(seeds), {method: list(lrs) for method in chosen})
-    for method in chosen:
-        for lr in lrs if len(lrs) > 1 else ():
-            comparison.searched.append(_cell(comparison, output, method, lr, seeds[0], test=False))
-        lr = comparison.best_lr(method)
-        for seed in seeds:
-            comparison.final.append(_cell(comparison, output, method, lr, seed, test=True))
+    rates = list(dict.fromkeys(lrs))
+    comparison = Comparison(recipe, chosen, list(dict.fromkeys(seeds)), dict.fromkeys(chosen, rates))
+    if jobs != 1:
+        from monkeyjump.experiments.jobs import run_jobs
+
+        run_jobs(comparison, output, jobs)
+    while missing := comparison.wanted():
+        run_here(comparison, output, missing[0])
     return comparison
 
 
@@ -138,26 +72,40 @@ def with_controls(methods: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _cell(comparison: Comparison, output: Path, method: str, lr: float, seed: int, test: bool) -> Cell:
-    """One run, or its record if it was made before."""
-    recipe = _cell_recipe(comparison, output, method, lr, seed)
-    path = recipe.folder / CELL
-    done = _finished(path, recipe, test)
-    searched = _finished(path, recipe, test=False) if done is None and test else None
-    if searched is not None and searched.metrics.get("diverged_at") is None:  # one that diverged cannot be loaded
-        done = _tested(recipe, searched)
-        write_record(done, path)
-    elif done is None:
-        only = "" if test else " (validation only)"
-        print(f"\n{comparison.progress()}: {method}, learning rate {lr:g}, seed {seed}{only}", flush=True)
+def run_here(comparison: Comparison, output: Path, wanted: Wanted) -> None:
+    """One run in this process, or its record if it was made before."""
+    recipe = cell_recipe(comparison, output, wanted)
+    done = finished(recipe, wanted.test)
+    if done is None:
+        what = f"{wanted.method}, learning rate {wanted.lr:g}, seed {wanted.seed}"
+        only = "" if wanted.test else " (validation only)"
+        place = f"run {comparison.done + 1} of {comparison.total}{comparison.time_left()}"
+        print(f"\n{place}: {what}{only}", flush=True)
         started = time.perf_counter()
-        with recording(path, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed) as done:
-            done.metrics = _run_cell(recipe, test, comparison.shared)
+        done = make_cell(recipe, wanted.test, comparison.shared)
         comparison.seconds.append(time.perf_counter() - started)
-    return Cell(method, lr, seed, done.metrics)
+    comparison.add(wanted, done)
 
 
-def _cell_recipe(comparison: Comparison, output: Path, method: str, lr: float, seed: int) -> Recipe:
+def make_cell(recipe: Recipe, test: bool, shared: Shared) -> RunRecord:
+    """Train and score, and write the record. What the search has trained is only scored on test."""
+    searched = finished(recipe, test=False) if test else None
+    if searched is not None and searched.metrics.get("diverged_at") is None:  # one that diverged cannot be loaded
+        searched.metrics |= _test_metrics(_tested(recipe, shared))
+        write_record(searched, recipe.folder / CELL)
+        return searched
+    with recorded(recipe) as done:
+        done.metrics = _run_cell(recipe, test, shared)
+    return done
+
+
+def recorded(recipe: Recipe) -> AbstractContextManager[RunRecord]:
+    """The record of a run, written at the end of the block whatever the end is."""
+    return recording(recipe.folder / CELL, "compare-cell", recipe.name, config=recipe.to_dict(), seed=recipe.seed)
+
+
+def cell_recipe(comparison: Comparison, output: Path, wanted: Wanted) -> Recipe:
+    method, lr, seed = wanted.method, wanted.lr, wanted.seed
     settings = copy.deepcopy(comparison.recipe.to_dict())
     settings.update(method=method, seed=seed, name=f"{method}-{lr:g}-{seed}")
     settings["output"] = str(output / "cells" / method / f"lr-{lr:g}" / f"seed-{seed}")
@@ -190,14 +138,13 @@ def _matched_gate(comparison: Comparison, routed: str) -> dict[str, float]:
     return {"uniform_gate": round(fmean(gates), 4)} if gates else {}
 
 
-def _tested(recipe: Recipe, searched: RunRecord) -> RunRecord:
-    """The run of the search that won, now scored on test: its adapter is there, it need not be trained again."""
-    device = "cuda" if torch.cuda.is_available() else None
-    dtype = torch.bfloat16 if device else torch.float32
-    model, tokenizer = load_adapter(recipe.folder / "adapter", base=recipe.model, dtype=dtype, device=device)
-    report = score_on_test(model, tokenizer, expand(recipe.tasks), recipe)
-    searched.metrics |= _test_metrics(report)
-    return searched
+def _tested(recipe: Recipe, shared: Shared) -> EvaluationReport:
+    """The scores on test of the run of the search that won: its adapter is there, it need not be trained again."""
+    base = shared.take(recipe)
+    model, tokenizer = load_adapter(recipe.folder / "adapter", base=recipe.model, loaded=base)
+    report = score_on_test(model, tokenizer, expand(recipe.tasks), recipe, shared.memory)
+    shared.give_back(model, base[1])
+    return report
 
 
 def _test_metrics(report: EvaluationReport) -> dict[str, Any]:
@@ -210,7 +157,9 @@ def _test_metrics(report: EvaluationReport) -> dict[str, Any]:
     }
 
 
-def _finished(path: Path, recipe: Recipe, test: bool) -> RunRecord | None:
+def finished(recipe: Recipe, test: bool) -> RunRecord | None:
+    """The record of a run that was made before."""
+    path = recipe.folder / CELL
     if not path.is_file():
         return None
     record = read_record(path)

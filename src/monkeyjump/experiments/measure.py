@@ -28,5 +28,5 @@ def measure_usage(
     batches = {}
     for task in tasks:
         sequences = encoder.encode_all(load_examples(task, "test", data.folder, limit=rows, seed=recipe.seed))
-        batches[task.name] = [collate(sequences[start : start + 16]) for start in range(0, len(sequences), 16)]
+        batches[task.name] = [collate(sequences[start : start + 32]) for start in range(0, len(sequences), 32)]
     return expert_usage(model, batches)

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from monkeyjump.experiments.compare import Comparison
+from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.record import RunRecord, numbered, read_record, write_atomic, write_record
 from monkeyjump.tables import Bold, Table, csv_text
 

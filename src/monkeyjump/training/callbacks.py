@@ -39,13 +39,18 @@ class MonkeyJumpCallback(TrainerCallback):
         dataloader: Any = None,
         progress: bool = True,
         fast: bool = False,
+        known: dict[Any, Any] | None = None,
     ) -> None:
-        """`fast` trains inside `monkeyjump.fast`, which also takes a model with PEFT's own LoRA."""
+        """`fast` trains inside `monkeyjump.fast`, which also takes a model with PEFT's own LoRA.
+
+        `known` is what `initialize_centers` remembers between runs on the same frozen model and batches.
+        """
         self.fast = fast
         self._inside = ExitStack()
         self.num_tokens = num_tokens
         self.seed = seed
         self.dataloader = dataloader
+        self.known = known
         self.progress = progress
         self.report: CalibrationReport | None = None
         # of the run: what a walk through all modules would find in every step
@@ -67,7 +72,7 @@ class MonkeyJumpCallback(TrainerCallback):
                 )
                 progress = self.progress and state.is_world_process_zero
                 self.report = initialize_centers(
-                    model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress
+                    model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress, known=self.known
                 )
         if self.fast:
             self._inside.enter_context(fast(model))

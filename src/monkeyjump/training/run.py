@@ -16,6 +16,7 @@ from transformers import set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.run import EvaluationReport, evaluate
 from monkeyjump.tasks import Task, expand
 from monkeyjump.tasks.preflight import SplitLook, look_at, origins
@@ -91,7 +92,8 @@ def _run(
     test: bool,
     shared: Shared | None,
 ) -> RunResult:
-    base, tokenizer = (shared or Shared()).take(recipe)
+    shared = shared or Shared()
+    base, tokenizer = shared.take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
     on_gpu = torch.cuda.is_available()
@@ -100,7 +102,8 @@ def _run(
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
-        _say_how_long(model, recipe, config, batches, steps, looks if checkpoint is None else [])
+        if checkpoint is None and shared.runs == 1:  # of a resumed run and of a grid it is seen how much is left
+            _say_how_long(model, recipe, config, batches, steps, looks)
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
     interruptible = Interruptible()
@@ -109,9 +112,9 @@ def _run(
             model,
             training_arguments(recipe, steps, on_gpu),
             batches,
-            lambda current: _validate(current, tokenizer, tasks, recipe),
+            lambda current: _validate(current, tokenizer, tasks, recipe, shared.memory),
             [
-                MonkeyJumpCallback(seed=recipe.seed, dataloader=batches.calibration),
+                MonkeyJumpCallback(seed=recipe.seed, dataloader=batches.calibration, known=shared.centers(recipe)),
                 ProgressBar(),
                 JsonLines(recipe.folder / "log.jsonl"),
                 interruptible,
@@ -142,7 +145,7 @@ def _run(
     if ranks.is_main_process:
         save_adapter(result, recipe, config, data)
     if test:
-        result.report = score_on_test(model, tokenizer, tasks, recipe)
+        result.report = score_on_test(model, tokenizer, tasks, recipe, shared.memory)
         if ranks.is_main_process:
             result.report.save(recipe.folder / "evaluation")  # at once: what comes later may fail
             write_card(result, recipe, config)
@@ -157,8 +160,6 @@ def _say_how_long(
     steps: int,
     looks: list[SplitLook],
 ) -> None:
-    if not looks:  # a resumed run: how much of it is left is seen at its bar
-        return
     routed = config.uses_centers and config.layers_to_route != []
     tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
     found = estimate(model, recipe, batches, steps, looks, tokens)
@@ -166,7 +167,9 @@ def _say_how_long(
         say(f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts: {found}")
 
 
-def score_on_test(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> EvaluationReport:
+def score_on_test(
+    model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory | None = None
+) -> EvaluationReport:
     """Scores on the test split, as the recipe wants them."""
     return evaluate(
         model,
@@ -175,6 +178,7 @@ def score_on_test(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: R
         split="test",
         limit=recipe.evaluate.test_limit,
         compare_base=recipe.evaluate.before,
+        memory=memory,
         progress=is_main_rank(),
         **_scoring(recipe),
     )
@@ -191,7 +195,7 @@ def _scoring(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> dict[str, float]:
+def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory) -> dict[str, float]:
     limits = [n for n in (recipe.evaluate.validation_limit, recipe.data.validation) if n is not None]
     report = evaluate(
         model,
@@ -200,6 +204,7 @@ def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recip
         split="validation",
         limit=min(limits),
         compare_base=False,
+        memory=memory,
         progress=False,
         **_scoring(recipe),
     )

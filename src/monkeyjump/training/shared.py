@@ -1,4 +1,4 @@
-"""What the runs of a grid share one after another: the loaded base model."""
+"""What the runs of a grid share one after another: the loaded base model, and what follows from it and the data."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from monkeyjump.evaluation.memory import Memory
 from monkeyjump.models import load_model
 from monkeyjump.training.recipe import Recipe
 
 
 class Shared:
-    """One base model at a time. A run takes it, puts an adapter on it, and gives it back as it was."""
+    """One base model at a time. A run takes it, puts an adapter on it, and gives it back as it was.
+
+    `memory` holds encoded validation and test examples and the answers of the base model to them.
+    """
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._base: tuple[Any, Any] | None = None
+        self._centers: dict[str, dict[Any, Any]] = {}
+        self.memory = Memory()
+        self.runs = 0  # that have taken the base model
 
     def take(self, recipe: Recipe) -> tuple[Any, Any]:
         """The base model of a recipe and its tokenizer: what was given back last, where that fits, or else loaded."""
@@ -30,8 +37,14 @@ class Shared:
             device = PartialState().device if gpu else None
             base = load_model(recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device=device)
             base[0].config.use_cache = False
+            self._centers, self.memory = {}, Memory()
         self._key = key
+        self.runs += 1
         return base
+
+    def centers(self, recipe: Recipe) -> dict[Any, Any]:
+        """The centres that were found in this base model with the data of a recipe, whatever was trained from them."""
+        return self._centers.setdefault(repr((recipe.tasks, recipe.data, recipe.seed)), {})
 
     def give_back(self, model: Any, tokenizer: Any) -> None:
         """Take the adapter off again. Only for a run that came to its end: another may have left anything behind."""

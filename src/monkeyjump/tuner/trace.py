@@ -50,8 +50,9 @@ class RoutingTrace:
         key = (block, adapter)
         self._last[key] = gates.detach(), mask, names
         real = gates.detach() if mask is None else gates.detach() * mask.unsqueeze(-1).to(gates.device)
-        tokens = torch.tensor(float(gates.shape[:2].numel())) if mask is None else mask.sum().float().cpu()
-        sums = (real > 0).sum((0, 1)).double().cpu(), real.sum((0, 1)).double().cpu(), tokens
+        count = torch.tensor(float(gates.shape[:2].numel())) if mask is None else mask.sum().float()
+        tokens = count.to(gates.device)  # sums stay on the device, which would have to end its work for each of them
+        sums = (real > 0).sum((0, 1)).double(), real.sum((0, 1)).double(), tokens
         before = self._sums.get(key)
         self._sums[key] = sums if before is None else (before[0] + sums[0], before[1] + sums[1], before[2] + tokens)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Bytes of fp32 states that are clustered together; more blocks at once only save kernel launches.
 CLUSTERED_AT_ONCE = 2**30
+# The fields of a config that decide where its centres start, beside its blocks and their numbers of experts.
+_DECIDING = ("center_init", "route_space", "ema_space", "similarity", "granularity", "sequence_token")
 
 
 @dataclass
@@ -45,6 +47,7 @@ def initialize_centers(
     adapter_name: str | None = None,
     restarts: int = 10,
     progress: bool = True,
+    known: dict[Any, Any] | None = None,
 ) -> CalibrationReport:
     """Give every routed projection its centre, as the adapter's `center_init` says.
 
@@ -52,7 +55,8 @@ def initialize_centers(
     clusters them block by block. Give it shuffled data. `num_tokens` is by default the config's `init_tokens`; where
     that is None, 50,000, or on a CPU as many as it reads in about a minute. Adapters are off during the pass, so the
     states are those of the frozen model; training mode and random state are as before afterwards. On several ranks all
-    end with the centres of rank 0.
+    end with the centres of rank 0. `known` holds what earlier calls with the same frozen model and batches found, and
+    gets what this one finds: an adapter that asks for the same centres reads no token.
     """
     from monkeyjump.tuner.model import require_context
 
@@ -65,19 +69,33 @@ def initialize_centers(
         raise ConfigError(
             f"initialize_centers needs data for center_init={config.center_init!r}: pass any iterable of batches."
         )
-    collector = TokenCollector(name, config, num_tokens or config.init_tokens or _affordable(model, progress))
-    collect(model, context, collector, dataloader, progress)
+    tokens = num_tokens or config.init_tokens or _affordable(model, progress)
     routers = [router for router in context.routers() if name in router.layers]
-    _check_sample(collector, routers)
-    found = []
-    with tqdm(total=len(routers), desc=f"{config.center_init} centres", unit="block", disable=not progress) as bar:
-        for chunk in _chunks(routers, collector):
-            found += _centers_of(chunk, collector, seed, restarts)
-            bar.update(len(chunk))
+    experts = [(router.path, len(router.layers[name])) for router in routers]
+    asked = tokens, seed, restarts, *(getattr(config, field) for field in _DECIDING), *experts
+    known = {} if known is None else known
+    if asked not in known:
+        collector = TokenCollector(name, config, tokens)
+        collect(model, context, collector, dataloader, progress)
+        _check_sample(collector, routers)
+        known[asked] = max(collector.kept.values()), _all_centers(routers, collector, seed, restarts, progress)
+    kept, found = known[asked]
     for router, (centers, mean, _) in zip(routers, found, strict=True):
         _set_centers(router, name, centers, mean)
     shares = {router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)}
-    return CalibrationReport(name, config.center_init, max(collector.kept.values()), shares)
+    return CalibrationReport(name, config.center_init, kept, shares)
+
+
+def _all_centers(
+    routers: list[BlockRouter], collector: TokenCollector, seed: int, restarts: int, progress: bool
+) -> list[tuple[Tensor, Tensor | None, list[float]]]:
+    found = []
+    what = f"{collector.config.center_init} centres"
+    with tqdm(total=len(routers), desc=what, unit="block", disable=not progress) as bar:
+        for chunk in _chunks(routers, collector):
+            found += _centers_of(chunk, collector, seed, restarts)
+            bar.update(len(chunk))
+    return found
 
 
 def _affordable(model: nn.Module, progress: bool) -> int:

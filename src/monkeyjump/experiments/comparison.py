@@ -1,0 +1,131 @@
+"""The grid of a comparison: which runs it needs, which are there, and what they say together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from monkeyjump.evaluation.metrics import PairedDifference, paired_difference
+from monkeyjump.record import RunRecord
+from monkeyjump.training.estimate import in_words
+from monkeyjump.training.recipe import Recipe
+from monkeyjump.training.shared import Shared
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run that the grid needs."""
+
+    method: str
+    lr: float
+    seed: int
+    test: bool  # a final run; the search looks at validation alone
+
+    def __str__(self) -> str:
+        return f"{self.method}, rate {self.lr:g}, seed {self.seed}"
+
+
+@dataclass
+class Cell:
+    """One run of the grid."""
+
+    method: str
+    lr: float
+    seed: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Comparison:
+    recipe: Recipe
+    methods: list[str]
+    seeds: list[int]
+    lrs: dict[str, list[float]]
+    searched: list[Cell] = field(default_factory=list)
+    final: list[Cell] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of the runs that this process made
+    shared: Shared = field(default_factory=Shared)
+
+    @property
+    def done(self) -> int:
+        return len(self.searched) + len(self.final)
+
+    @property
+    def total(self) -> int:
+        return len(self.methods) * len(self.seeds) + sum(len(lrs) for lrs in self.lrs.values() if len(lrs) > 1)
+
+    def time_left(self, jobs: int = 1) -> str:
+        """How long the rest may take, for the end of a line; nothing before the first run of this process."""
+        return f", about {in_words((self.total - self.done) * fmean(self.seconds) / jobs)} left" if self.seconds else ""
+
+    def wanted(self) -> list[Wanted]:
+        """The runs that are missing and whose needs are there, method by method.
+
+        Final runs need the rate that the search of their method finds. A uniform control needs the mean gate of the
+        routed method that is named before it.
+        """
+        found, complete = [], set[str]()
+        for place, method in enumerate(self.methods):
+            search = [Wanted(method, lr, self.seeds[0], False) for lr in self.lrs[method]]
+            missing = [] if len(search) == 1 else self._missing(search, self.searched)
+            if not missing:
+                rate = self.best_lr(method)
+                missing = self._missing([Wanted(method, rate, seed, True) for seed in self.seeds], self.final)
+            if not missing:
+                complete.add(method)
+            routed = method.removesuffix("_uniform")
+            if routed == method or routed not in self.methods[:place] or routed in complete:
+                found += missing
+        return found
+
+    def _missing(self, wanted: list[Wanted], cells: list[Cell]) -> list[Wanted]:
+        there = {(cell.method, cell.lr, cell.seed) for cell in cells}
+        return [run for run in wanted if (run.method, run.lr, run.seed) not in there]
+
+    def add(self, wanted: Wanted, record: RunRecord) -> None:
+        """Take the result of a run, in the order of methods, rates and seeds, whichever came first."""
+        cells = self.final if wanted.test else self.searched
+        cells.append(Cell(wanted.method, wanted.lr, wanted.seed, record.metrics))
+        rates = self.lrs[wanted.method]
+        cells.sort(key=lambda c: (self.methods.index(c.method), rates.index(c.lr), self.seeds.index(c.seed)))
+
+    def best_lr(self, method: str) -> float:
+        tried = [cell for cell in self.searched if cell.method == method]
+        stable = [cell for cell in tried if cell.metrics.get("diverged_at") is None] or tried
+        if not tried:
+            return self.lrs[method][0]
+        scores = [-math.inf if (score := cell.metrics["validation"]) is None else score for cell in stable]
+        return stable[scores.index(max(scores))].lr
+
+    def values(self, method: str, task: str) -> list[float]:
+        """Test metric by seed, in the order of the seeds."""
+        cells = {cell.seed: cell for cell in self.final if cell.method == method}
+        return [
+            cells[seed].metrics["mean"] if task == "mean" else cells[seed].metrics["tasks"][task]
+            for seed in self.seeds
+            if seed in cells
+        ]
+
+    def tasks(self) -> list[str]:
+        return list(self.final[0].metrics["tasks"]) if self.final else []
+
+    def families(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for task, family in (self.final[0].metrics["families"] if self.final else {}).items():
+            found.setdefault(family, []).append(task)
+        return found
+
+    def family_values(self, method: str, family: str) -> list[float]:
+        columns = [self.values(method, task) for task in self.families()[family]]
+        return [fmean(by_task) for by_task in zip(*columns, strict=True)]
+
+    def differences(self, reference: str) -> dict[str, PairedDifference]:
+        """Method less reference in the mean of all tasks, paired by seed."""
+        base = self.values(reference, "mean")
+        return {
+            method: paired_difference(self.values(method, "mean"), base)
+            for method in self.methods
+            if method != reference
+        }

@@ -1,0 +1,197 @@
+"""Several runs of a comparison at a time, each in a process of its own.
+
+A process makes one run after another, of one method as long as there are any, and keeps what they share: the base
+model, its scores, encoded texts, centres. What it prints goes to `output.log` in the folder of each run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded, run_here
+from monkeyjump.experiments.comparison import Comparison, Wanted
+from monkeyjump.experiments.worker import LOG, work
+from monkeyjump.record import read_record
+from monkeyjump.training.estimate import in_words
+from monkeyjump.training.recipe import Recipe
+from monkeyjump.training.shared import Shared
+
+SHORT_STEP = 0.02  # seconds; the host is busy for about as long, and another process can use the device meanwhile
+CORES = 4  # of a job that shares its GPU with another
+GRACE = 60  # seconds in which a stopped process may write its checkpoint
+
+
+def run_jobs(comparison: Comparison, output: Path, jobs: int | str) -> None:
+    """Make all missing runs, or as many as can be made: those that failed are named in the error at the end."""
+    count = auto_jobs(comparison, output) if jobs == "auto" else int(jobs)
+    schedule = Schedule(comparison, output, count)
+    schedule.ready()
+    if count > 1 and comparison.total - comparison.done > 1:  # a process for one run alone would only take time
+        schedule.run()
+
+
+def auto_jobs(comparison: Comparison, output: Path) -> int:
+    """How many runs at a time: one on a CPU, one on each GPU where there are several.
+
+    On a single GPU the first run is made alone. Two are made at a time from then on if its steps took less than 20 ms,
+    twice its peak memory is free, and every job has 4 cores of the processor.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus != 1 or not (missing := comparison.wanted()):
+        return max(1, gpus)
+    run_here(comparison, output, missing[0])
+    cell = [*comparison.searched, *comparison.final][0].metrics
+    step = (cell["train_seconds"] - cell.get("compile_seconds", 0)) / max(1, cell["steps"])
+    room = torch.cuda.mem_get_info()[0] // max(1, cell["peak_memory_bytes"] or 1)
+    jobs = min(2, room, (os.cpu_count() or 1) // CORES) if step < SHORT_STEP else 1
+    if jobs > 1:
+        comparison.shared = Shared()  # the base model here makes room for those of the processes
+        torch.cuda.empty_cache()
+    return max(1, int(jobs))
+
+
+class Worker:
+    """A process that makes one run after another."""
+
+    def __init__(self, number: int, jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, jobs, _gpu(number)))
+        self.process.start()
+        theirs.close()
+
+    def make(self, recipe: Recipe, test: bool) -> None:
+        with suppress(OSError):  # where it has ended, waiting for its answer will tell
+            self.connection.send((recipe, test))
+
+    def interrupt(self) -> None:
+        """As Ctrl-C does: it writes a checkpoint and a record, then ends."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGINT)
+
+    def end(self) -> int | None:
+        """Let it end, or kill it when its time is over; its exit code."""
+        self.connection.close()
+        self.process.join(GRACE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        return self.process.exitcode
+
+
+class Schedule:
+    """Gives runs to workers as soon as what they need is there."""
+
+    def __init__(self, comparison: Comparison, output: Path, jobs: int, start: Any = Worker) -> None:
+        self.comparison, self.output, self.jobs, self.start = comparison, output, jobs, start
+        self.workers: dict[int, Any] = {}
+        self.running: dict[int, tuple[Wanted, Recipe, float]] = {}  # worker -> its run and when it began
+        self.methods: dict[int, str] = {}  # worker -> the method of its last run
+        self.failed: dict[Wanted, str] = {}
+        self.alone: set[Wanted] = set()  # runs that did not fit in memory beside others
+
+    def run(self) -> None:
+        try:
+            self._hand_out()
+            while self.running:
+                numbers = {self.workers[number].connection: number for number in self.running}
+                for connection in wait(list(numbers)):
+                    self._take_back(numbers[connection])
+                self._hand_out()
+        finally:
+            for number in self.running:  # something went wrong here, or it was Ctrl-C
+                self.workers[number].interrupt()
+            for worker in self.workers.values():
+                worker.end()
+        if self.failed:
+            raise ConfigError(
+                [*self.failed.values(), "All other runs are kept: the same command makes what is missing."],
+                title="runs have failed",
+            )
+
+    def _hand_out(self) -> None:
+        ready = self.ready()
+        while ready and len(self.running) < self.jobs and not self.alone & {run for run, *_ in self.running.values()}:
+            number = min(set(range(self.jobs)) - set(self.running))
+            wanted = self._choose(ready, number)
+            if wanted in self.alone:
+                if self.running:
+                    return
+                for other in set(self.workers) - {number}:  # their base models leave the memory
+                    self.workers.pop(other).end()
+            self._begin(number, wanted)
+            ready.remove(wanted)
+
+    def ready(self) -> list[Wanted]:
+        """What can be made now. Runs that were made before are taken over on the way, and may make others ready."""
+        taken = {*self.failed, *(wanted for wanted, *_ in self.running.values())}
+        while True:
+            ready = [wanted for wanted in self.comparison.wanted() if wanted not in taken]
+            records = {w: finished(cell_recipe(self.comparison, self.output, w), w.test) for w in ready}
+            there = {wanted: record for wanted, record in records.items() if record is not None}
+            if not there:
+                return ready
+            for wanted, record in there.items():
+                self.comparison.add(wanted, record)
+
+    def _choose(self, ready: list[Wanted], number: int) -> Wanted:
+        """A run of the worker's last method, else of one that no other is at: a method is compiled in one process."""
+        others, last = {wanted.method for wanted, *_ in self.running.values()}, self.methods.get(number)
+        return min(ready, key=lambda w: (w not in self.alone, w.method != last, w.method in others))
+
+    def _begin(self, number: int, wanted: Wanted) -> None:
+        if number not in self.workers:
+            self.workers[number] = self.start(number, self.jobs)
+        recipe = cell_recipe(self.comparison, self.output, wanted)
+        recipe.folder.mkdir(parents=True, exist_ok=True)
+        self.running[number], self.methods[number] = (wanted, recipe, time.perf_counter()), wanted.method
+        self._say("started", wanted, "" if wanted.test else " (validation only)")
+        self.workers[number].make(recipe, wanted.test)
+
+    def _take_back(self, number: int) -> None:
+        wanted, recipe, began = self.running.pop(number)
+        seconds = time.perf_counter() - began
+        try:
+            error, no_memory = self.workers[number].connection.recv()
+        except (EOFError, OSError):
+            error, no_memory = self._died(number, recipe), False
+        if error is None:
+            self.comparison.add(wanted, read_record(recipe.folder / CELL))
+            self.comparison.seconds.append(seconds)
+            self._say("finished", wanted, f": {in_words(seconds)}{self.comparison.time_left(self.jobs)}")
+        elif no_memory and self.jobs > 1 and wanted not in self.alone:
+            self.alone.add(wanted)
+            self.jobs -= 1
+            self._say("no memory", wanted, f": again alone; {self.jobs} at a time")
+        else:
+            self.failed[wanted] = f"{wanted}: {error} (see {recipe.folder / LOG})"
+            self._say("failed", wanted, f": {in_words(seconds)}")
+        if number in self.workers and (no_memory or number >= self.jobs):
+            self.workers.pop(number).end()
+
+    def _died(self, number: int, recipe: Recipe) -> str:
+        """Write the record that a process could not write any more."""
+        error = f"its process ended with exit code {self.workers.pop(number).end()}"
+        with suppress(ChildProcessError), recorded(recipe):
+            raise ChildProcessError(error)
+        return error
+
+    def _say(self, what: str, wanted: Wanted, end: str) -> None:
+        print(f"{what:9} {self.comparison.done:3}/{self.comparison.total} {wanted}{end}", flush=True)
+
+
+def _gpu(number: int) -> str | None:
+    """The GPU of a worker, where there are several."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    names = visible.split(",")
+    return names[number % len(names)] if len(names) > 1 else None

@@ -1,0 +1,59 @@
+"""What a process of a comparison does: one run after another, until nobody sends it any.
+
+The heavy imports come with the first run, when what is printed goes to its log already.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+LOG = "output.log"
+
+
+def work(connection: Connection, jobs: int, gpu: str | None) -> None:
+    """Answer every run with its error in words, or None, and whether memory was the reason."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if hasattr(os, "setsid"):
+        os.setsid()  # Ctrl-C goes to the parent alone, which tells its workers
+    with suppress(EOFError, OSError, KeyboardInterrupt):
+        recipe, test = connection.recv()
+        _print_to(recipe.folder / LOG)
+
+        import torch
+
+        from monkeyjump.errors import ConfigError
+        from monkeyjump.experiments.compare import make_cell
+        from monkeyjump.training.shared import Shared
+
+        gc.freeze()  # the modules stay for good, and every run ends with a collection
+        if not torch.cuda.is_available():
+            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+        shared = Shared()
+        while True:
+            problem: Exception | None = None
+            try:
+                make_cell(recipe, test, shared)
+            except Exception as error:  # whatever it is, the next run may do without it
+                traceback.print_exc()
+                shared, problem = Shared(), error
+            name = "" if isinstance(problem, ConfigError) else f"{type(problem).__name__}: "
+            said = None if problem is None else f"{name}{problem}"
+            connection.send((said, isinstance(problem, torch.OutOfMemoryError)))
+            recipe, test = connection.recv()
+            _print_to(recipe.folder / LOG)
+    gc.unfreeze()
+
+
+def _print_to(path: Path) -> None:
+    """Both streams of this process, for its libraries too, go to the end of a file."""
+    with path.open("a", encoding="utf-8") as file:
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            stream.flush()
+            os.dup2(file.fileno(), number)

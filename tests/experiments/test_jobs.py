@@ -1,0 +1,191 @@
+"""Runs of a comparison side by side: the same results as one after another, whatever fails on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
+from monkeyjump.experiments import jobs as module
+from monkeyjump.experiments.compare import compare, make_cell
+from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.record import read_record
+from monkeyjump.training.folder import locked
+from monkeyjump.training.recipe import Recipe, load_recipe
+from monkeyjump.training.shared import Shared
+from tests.experiments.test_compare import FakeRuns, assert_same_adapter
+from tests.tiny_folder import save_tiny_model, write_recipe
+
+
+class FakeWorkers:
+    """Stand in for processes: runs are made at once, and answered when the schedule asks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: dict[int, FakeWorkers.One] = {}
+        self.made: list[tuple[int, str]] = []
+        self.failing: dict[str, tuple[str, bool]] = {}  # a run's name -> its answer
+        self.dying: set[str] = set()
+        monkeypatch.setattr(module.Schedule.__init__, "__defaults__", (lambda number, jobs: self.One(self, number),))
+
+    class One:
+        def __init__(self, workers: FakeWorkers, number: int) -> None:
+            self.workers, self.number = workers, number
+            self.connection, self.theirs = Pipe()
+            workers.alive[number] = self
+
+        def make(self, recipe: Recipe, test: bool) -> None:
+            self.workers.made.append((self.number, recipe.name))
+            if recipe.name in self.workers.dying:
+                self.theirs.close()
+                return
+            answer = self.workers.failing.get(recipe.name)
+            if answer == ("too much", True) and len(self.workers.alive) == 1:
+                answer = None  # it fits alone
+            if answer is None:
+                make_cell(recipe, test, Shared())
+            self.theirs.send(answer or (None, False))
+
+        def interrupt(self) -> None: ...
+
+        def end(self) -> int:
+            self.connection.close()
+            self.workers.alive.pop(self.number)
+            return -9
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
+    return FakeRuns(monkeypatch)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> FakeWorkers:
+    return FakeWorkers(monkeypatch)
+
+
+def both(output: Path, jobs: int, **options: Any) -> Comparison:
+    return compare(load_recipe("quickstart"), ["lora", "mjlora"], [0, 1], [1e-3, 2e-3], output, jobs=jobs, **options)
+
+
+def test_side_by_side_is_one_after_another(fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path) -> None:
+    one, two = both(tmp_path / "one", jobs=1), both(tmp_path / "two", jobs=2)
+    assert (one.searched, one.final) == (two.searched, two.final)
+    assert len(workers.made) == one.total == 16
+    assert fakes.gates == [0.25] * 6  # the control has waited for the gates of its method
+    by_worker = {number: [name.split("-")[0] for at, name in workers.made if at == number] for number in (0, 1)}
+    changes = [sum(a != b for a, b in pairwise(names)) for names in by_worker.values()]
+    assert changes == [1, 1]  # a worker stays at its method
+    assert not workers.alive
+    both(tmp_path / "one", jobs=2)
+    assert len(workers.made) == 16  # all of it was there
+
+
+def test_what_fails_is_named_and_the_others_go_on(
+    fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.failing["mjlora-0.002-0"] = ("disk full", False)
+    workers.dying.add("lora-0.002-1")
+    with pytest.raises(ConfigError) as caught:
+        both(tmp_path, jobs=2)
+    first, second, advice = sorted(caught.value.problems, key=lambda text: (text[0] == "A", text))
+    assert first.startswith("lora, rate 0.002, seed 1: its process ended with exit code -9 (see ")
+    assert second.startswith("mjlora, rate 0.002, seed 0: disk full (see ")
+    assert advice == "All other runs are kept: the same command makes what is missing."
+    record = read_record(tmp_path / "cells" / "lora" / "lr-0.002" / "seed-1" / "record.json")
+    assert (record.status, record.extra["error"]) == (
+        "failed",
+        "ChildProcessError: its process ended with exit code -9",
+    )
+    names = [name for _, name in workers.made]
+    assert "mjlora-0.001-0" in names
+    assert "mjlora-0.002-1" not in names  # the search has not found its rate
+    assert not any("uniform" in name for name in names)  # nor is its gate known
+    assert sum("random" in name for name in names) == 4
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    workers.failing.clear()
+    workers.dying.clear()
+    assert both(tmp_path, jobs=2).final == both(tmp_path / "other", jobs=1).final
+
+
+def test_a_run_that_does_not_fit_beside_others_is_made_alone(
+    fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.failing["mjlora-0.001-0"] = ("too much", True)
+    both(tmp_path, jobs=2, controls=False)
+    assert "no memory   1/8 mjlora, rate 0.001, seed 0: again alone; 1 at a time" in capsys.readouterr().out
+    assert [name for _, name in workers.made].count("mjlora-0.001-0") == 2
+    assert {number for number, _ in workers.made[2:]} == {0}
+    workers.failing["lora-0.004-0"] = ("too much, even alone", True)
+    with pytest.raises(ConfigError, match=r"lora, rate 0\.004, seed 0: too much, even alone"):
+        compare(load_recipe("quickstart"), ["lora"], [0, 1], [4e-3], tmp_path, jobs=3)
+    assert [name for _, name in workers.made].count("lora-0.004-0") == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "step", "free", "cores", "jobs"),
+    [(0, 1.0, 0, 64, 1), (4, 1.0, 0, 4, 4), (1, 0.01, 30, 8, 2), (1, 0.03, 30, 8, 1), (1, 0.01, 15, 8, 1),
+     (1, 0.01, 30, 7, 1)],
+)  # fmt: skip
+def test_auto_jobs(
+    fakes: FakeRuns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    gpus: int, step: float, free: int, cores: int, jobs: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(module.torch.cuda, "mem_get_info", lambda: (free, 100))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    fakes.measured = {"train_seconds": 7 + 5 * step, "compile_seconds": 7, "steps": 5, "peak_memory_bytes": 10}
+    comparison = Comparison(load_recipe("quickstart"), ["lora"], [0, 1], {"lora": [1e-3]})
+    assert module.auto_jobs(comparison, tmp_path) == jobs
+    assert len(fakes.asked) == (gpus == 1)  # the run that was measured
+
+
+def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes, a run that fails in one of them, and the same command again."""
+    recipe = str(write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny")))
+    words = ["compare", recipe, "train.max_steps=3", "train.save_steps=4", "--methods", "lora,mjlora", "--seeds", "2"]
+    assert main([*words, "--no-controls", "--output", str(tmp_path / "one"), "--jobs", "1"]) == 0
+    again = [*words, "--no-controls", "--output", str(tmp_path / "two"), "--jobs", "2"]
+    busy = Path("cells", "lora", "lr-0.01", "seed-1")
+    with locked(tmp_path / "two" / busy):
+        assert main(again) == 2
+    said = capsys.readouterr()
+    assert "lora, rate 0.01, seed 1: folder in use" in said.err
+    assert "finished    3/4 " in said.out
+    assert read_record(tmp_path / "two" / busy / "record.json").status == "failed"
+    assert "another process trains in this folder" in (tmp_path / "two" / busy / "output.log").read_text()
+    assert main(again) == 0
+    assert "run 4 of 4: lora, learning rate 0.01, seed 1" in capsys.readouterr().out  # one run needs no process
+    cells = sorted(
+        path.parent.relative_to(tmp_path / "one") for path in (tmp_path / "one").glob("cells/*/*/*/record.json")
+    )
+    assert len(cells) == 4
+    timed = {"train_seconds", "steps_per_second"}
+    for cell in cells:
+        assert_same_adapter(tmp_path / "one" / cell, tmp_path / "two" / cell)
+        one, two = (json.loads((tmp_path / side / cell / "record.json").read_text()) for side in ("one", "two"))
+        assert (one["status"], two["status"]) == ("finished", "finished")
+        assert {k: v for k, v in one["metrics"].items() if k not in timed} == {
+            k: v for k, v in two["metrics"].items() if k not in timed
+        }
+
+
+def test_a_number_of_jobs_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "quickstart", "--methods", "lora", "--jobs", "0"]) == 2
+    assert "--jobs 0 must be a number of runs from 1, or auto." in capsys.readouterr().err
+
+
+def test_a_worker_sees_one_gpu_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
+    assert [module._gpu(number) for number in range(3)] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [module._gpu(number) for number in range(2)] == ["5", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert module._gpu(1) is None
