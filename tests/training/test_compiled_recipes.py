@@ -75,8 +75,8 @@ def test_a_captured_recipe_trains_the_same(
 ) -> None:
     """With accumulation, packed and padded, and validated in between. A graph is here one that runs its work again."""
     for packing in ("true", "false"):
-        settings = (f"data.packing={packing}", "train.accumulation=2", "train.epochs=3", "train.eval_steps=4")
-        settings = (*settings, "train.save_steps=4", "data.max_length=128", "data.buckets=[]")
+        settings = [f"data.packing={packing}", "train.accumulation=2", "train.epochs=3", "train.eval_steps=4"]
+        settings += ["train.save_steps=4", "data.max_length=128", "data.buckets=[]"]
         _, losses = trained(recipe_file, tmp_path / f"eager-{packing}", *settings)
         with monkeypatch.context() as patched:
             patched.setattr("monkeyjump.training.compile.BACKEND", "eager")

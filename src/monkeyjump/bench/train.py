@@ -107,7 +107,12 @@ class TrainRun:
         adapter = {"target_modules": list(settings.targets), "dropout": settings.dropout}
         if settings.rank is not None:
             adapter |= {"r": settings.rank, "alpha": 2.5 * settings.rank}
-        train = {"batch_size": settings.batch, "accumulation": 1, "max_steps": settings.steps, "log_steps": 10}
+        train: dict[str, Any] = {
+            "batch_size": settings.batch,
+            "accumulation": 1,
+            "max_steps": settings.steps,
+            "log_steps": 10,
+        }
         train |= {"eval_steps": settings.steps, "fused_loss": "torch" if on_gpu else "auto"}
         data = {"folder": settings.data, "max_length": settings.tokens, "packing": settings.packing, "validation": 8}
         return {

@@ -92,7 +92,7 @@ def _stand_ins(recipe: Recipe, marks: Marks, variant: str) -> dict[str, Callable
         rank = recipe.adapter.get("r", 2)
         lora = LoraConfig(
             r=rank,
-            lora_alpha=5 * rank / 2,  # type: ignore[arg-type]
+            lora_alpha=5 * rank / 2,
             lora_dropout=recipe.adapter["dropout"],
             target_modules=recipe.adapter["target_modules"],
             task_type="CAUSAL_LM",

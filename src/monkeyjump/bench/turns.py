@@ -137,7 +137,7 @@ def pooled(before: Row, now: Row) -> Row:
     found["turns"] = before.get("turns", 1) + 1
     if "tokens_per_second" in before:
         found["tokens_per_second"] = before["tokens_per_second"] * before["median_ms"] / found["median_ms"]
-    lists = {name: [*before[name], *now[name]] for name in ("times_ms", "each") if name in now}
+    lists: Row = {name: [*before[name], *now[name]] for name in ("times_ms", "each") if name in now}
     return {**before, **found, **lists}
 
 

@@ -113,7 +113,7 @@ def _forget_others(made_for: Any, limit: int) -> None:
     goes on with them, and those of another would only count against the limit."""
     from torch._dynamo import eval_frame
 
-    made = len(eval_frame._debug_get_cache_entry_list(whole_call.__code__))  # type: ignore[attr-defined]
+    made = len(eval_frame._debug_get_cache_entry_list(whole_call.__code__))
     if made_for != _last[0] or 2 * made >= limit:
         eval_frame.reset_code(whole_call.__code__)
     _last[0] = made_for

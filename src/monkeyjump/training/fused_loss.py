@@ -192,9 +192,10 @@ class FusedLoss:
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         trains = self._forced or (module.training and torch.is_grad_enabled())
-        labels = kwargs.get("labels")
-        self._active = trains and labels is not None
-        self._labels = LabelCount(labels) if self._active and kwargs.get("shift_labels") is None else None
+        labels: torch.Tensor | None = kwargs.get("labels") if trains else None
+        self._active = labels is not None
+        counted = labels is not None and kwargs.get("shift_labels") is None
+        self._labels = LabelCount(labels) if counted and labels is not None else None
 
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._active:
