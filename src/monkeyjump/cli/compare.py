@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.cli.imports import uncollected
+    from monkeyjump.first_imports import uncollected
     from monkeyjump.errors import ConfigError
     from monkeyjump.training.recipe import load_recipe
 
