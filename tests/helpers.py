@@ -120,6 +120,11 @@ def routing_state(model: nn.Module, adapter: str = "default") -> dict[str, torch
     return state
 
 
+def settled(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state without what is staged and may never be committed: off the interval an eager forward leaves it out."""
+    return {name: tensor for name, tensor in model.state_dict().items() if "staged" not in name}
+
+
 def centers(model: nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
     return {path: layer.monkeyjump_center[adapter].clone() for path, layer in routed_layers(model, adapter).items()}
 

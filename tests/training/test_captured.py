@@ -15,8 +15,9 @@ from monkeyjump.training import captured
 from monkeyjump.training import compile as compiling
 from monkeyjump.training.captured import CaptureReport
 from monkeyjump.training.fast import fast
+from monkeyjump.training.known_modules import known_modules
 from tests import replay
-from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch, tiny_llama
+from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch, settled, tiny_llama
 from tests.replay import RunAgain
 
 
@@ -76,11 +77,6 @@ def test_routers_that_learn_or_are_told_the_task_are_replayed_with_what_they_rea
     assert report.replayed == 6 - captured.WARM_UP
     assert_same(*[{str(n): loss for n, loss in enumerate(losses)} for losses in (found, expected)])
     assert_same(*[settled(model) for model in models])
-
-
-def settled(model: nn.Module) -> dict[str, Tensor]:
-    """The state without what is staged and may never be committed: off the interval an eager forward leaves it out."""
-    return {name: tensor for name, tensor in model.state_dict().items() if "staged" not in name}
 
 
 def test_a_forward_before_the_last_backward_is_not_replayed_and_right() -> None:
@@ -184,3 +180,18 @@ def test_fast_trains_the_same_and_leaves_no_trace(kind: str, monkeypatch: pytest
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert_same(*[settled(model) for model in models], atol=1e-4, rtol=1e-4)
+
+
+def test_a_mode_that_others_have_changed_is_set_again() -> None:
+    model = adapted().train()
+    layer = model.get_base_model().model.layers[0]  # type: ignore[union-attr]
+    with known_modules(model):
+        layer.eval()
+        model.train()  # the first to set a mode here
+        assert layer.training
+        model.eval()
+        for module in model.modules():  # as evaluation gives everybody the mode back that it had
+            module.training = True
+        layer.training = False
+        model.train()
+        assert layer.training

@@ -15,7 +15,7 @@ from monkeyjump import methods
 from monkeyjump.tasks.collate import PackingCollator
 from monkeyjump.tasks.encode import Encoded
 from monkeyjump.training.attention import attending
-from tests.helpers import assert_same, tiny_llama
+from tests.helpers import assert_same, settled, tiny_llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -70,14 +70,10 @@ def train(model: Any, inside: Any, steps: int = 20, first: int = 0, task_ids: bo
     return torch.stack(losses), report
 
 
-def settled(model: Any) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in model.state_dict().items() if "staged" not in name}
+OURS = ["mjlora", "mjadalora", "mjlorafa", "mjpropulsion", "hydralora", "mixlora", "more", "mjlora_oracle"]
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["mjlora", "mjadalora", "mjlorafa", "mjpropulsion", "hydralora", "mixlora", "more", "mjlora_oracle", "peft"],
-)
+@pytest.mark.parametrize("method", [*OURS, "peft"])
 def test_captured_steps_are_the_eager_ones(method: str) -> None:
     models = [new(method) for _ in range(2)]
     by_task = method in ("more", "mjlora_oracle")

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.first_imports import uncollected
     from monkeyjump.errors import ConfigError
+    from monkeyjump.first_imports import uncollected
     from monkeyjump.training.recipe import load_recipe
 
     overrides = list(options.overrides)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-_KNOWN = "_known_parameters"
+_KNOWN, _MODE = "_known_parameters", "_known_parameters' mode"
 
 
 class _Knows(nn.Module):
@@ -22,7 +22,12 @@ class _Knows(nn.Module):
         return iter(vars(self)[_KNOWN]) if recurse else super().parameters(recurse)
 
     def train(self, mode: bool = True) -> Any:
-        return self if self.training == mode else super().train(mode)
+        """Nothing is done where this was the last to set a mode; somebody may have changed that of single modules."""
+        known = vars(self)
+        if self.training != mode or known.get(_MODE) != mode:
+            super().train(mode)
+            known[_MODE] = mode
+        return self
 
 
 class _KnowsNumber(_Knows):
