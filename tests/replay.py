@@ -18,6 +18,9 @@ class RunAgain:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    def rehearse(self, work: Callable[[], None]) -> None:
+        work()
+
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with torch.random.fork_rng():

@@ -25,6 +25,7 @@ from monkeyjump.cli.main import main
 from monkeyjump.ops import dispatch
 from monkeyjump.tuner.centers import calibrate
 from tests.helpers import COMPILING
+from tests.tiny_folder import save_tiny_model
 
 pytestmark = COMPILING
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -142,6 +143,22 @@ def test_timing_an_initialisation_changes_nothing() -> None:
     assert len(centers) == 6
     for name, center in centers.items():
         assert torch.equal(center, theirs[name])
+
+
+def test_training_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that trains as the command does, with PEFT's layers in the same recipe."""
+    options = ["--tokenizer", str(save_tiny_model(tmp_path / "tiny")), "--steps", "4", "--modes", "warm"]
+    options += ["--methods", "peft-lora", "--alone", "--tokens", "128"]
+    record = bench("train", tmp_path / "bench", *options)
+    [row] = record["metrics"]["rows"]
+    [turn] = row["each"]
+    marks = list(turn["marks"].values())
+    assert marks == sorted(marks)
+    assert [*turn["marks"]][-3:] == ["first step", "middle", "last step"]
+    assert row["median_ms"] == pytest.approx(500 * (turn["marks"]["last step"] - turn["marks"]["middle"]))
+    adapter = json.loads((tmp_path / "bench/peft-lora/run/adapter/adapter_config.json").read_text())
+    assert (adapter["peft_type"], adapter["r"]) == ("LORA", 2)
+    assert "first step" in narrow(capsys)
 
 
 def test_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

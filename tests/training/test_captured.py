@@ -184,7 +184,8 @@ def test_fast_trains_the_same_and_leaves_no_trace(kind: str, monkeypatch: pytest
 
 def test_a_mode_that_others_have_changed_is_set_again() -> None:
     model = adapted().train()
-    layer = model.get_base_model().model.layers[0]  # type: ignore[union-attr]
+    base: Any = model.get_base_model()
+    layer = base.model.layers[0]
     with known_modules(model):
         layer.eval()
         model.train()  # the first to set a mode here

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.recipe import load_recipe
@@ -26,10 +27,11 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EPOCH = (
     "train.max_steps=none", "train.epochs=1", "train.eval_steps=100", "train.save_steps=100",
     "adapter.dropout=0", "data.cap=11", 'adapter.target_modules=["q_proj", "k_proj", "o_proj"]',
-    'adapter.shared_modules=["o_proj"]',
+    'adapter.shared_modules=["o_proj"]', "fast=false", "train.bf16=false",
 )  # fmt: skip
 
 
+CLOSE = 1e-3 if torch.cuda.is_available() else 1e-5
 EVERYTHING = FastSettings("blocks", True, "torch", pads_last=True)
 
 
@@ -50,7 +52,7 @@ def test_a_compiled_recipe_trains_the_same(
     for what, buckets, graphs in [("true", "[104, 112]", 1), ("model", "[112]", 1)]:
         settings = (f"train.compile={what}", f"data.buckets={buckets}", "train.fused_loss=torch")
         result, found = trained(recipe_file, tmp_path / what, *settings)
-        assert found == pytest.approx(losses, rel=1e-5)
+        assert found == pytest.approx(losses, rel=CLOSE)
         assert result.measurements["graphs"] == graphs
         assert result.measurements["fused_loss"] == "torch"
         assert 0 < result.measurements["compile_seconds"] < result.measurements["train_seconds"]
@@ -66,7 +68,7 @@ def test_packed_rows_compile_once(recipe_file: Path, tmp_path: Path, monkeypatch
     _, losses = trained(recipe_file, tmp_path / "eager", *packed)
     result, found = trained(recipe_file, tmp_path / "model", *packed, "train.compile=model")
     assert len(losses) > 3
-    assert found == pytest.approx(losses, rel=1e-5)
+    assert found == pytest.approx(losses, rel=CLOSE)
     assert result.measurements["graphs"] == 1
 
 
@@ -83,7 +85,7 @@ def test_a_captured_recipe_trains_the_same(
             patched.setattr("monkeyjump.training.fast.captured", replaying)
             patched.setattr(FastSettings, "of_recipe", lambda *_: EVERYTHING)
             result, found = trained(recipe_file, tmp_path / f"fast-{packing}", *settings)
-        assert found == pytest.approx(losses, rel=1e-5)
+        assert found == pytest.approx(losses, rel=CLOSE)
         assert result.measurements["replayed"] > len(losses)
         assert result.measurements["attention"] == "monkeyjump_pads_last"
         assert "forwards replayed from" in capsys.readouterr().out

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import TrainingArguments
 
 from monkeyjump.training import compile as compiling
@@ -56,9 +55,11 @@ def test_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_trl_with_lora_of_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from monkeyjump.models import load_model
 
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("trl")
     base, tokenizer = load_model(str(save_tiny_model(tmp_path / "tiny")))
     given: dict[str, Any] = {"base_model": base, "tokenizer": tokenizer, "folder": str(tmp_path / "run")}
-    given["texts"] = Dataset.from_list([{"text": "one two three four five six"}] * 32)
+    given["texts"] = datasets.Dataset.from_list([{"text": "one two three four five six"}] * 32)
     given["machine"] = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
     exec(SFT, given)
     assert "3 forwards replayed from 1 CUDA graph" in capsys.readouterr().out

@@ -142,6 +142,22 @@ def test_biases_lie_together_too() -> None:
     assert not packed.intact()
 
 
+def test_weights_that_lie_together_already_stay_where_they_are() -> None:
+    """As after an adapter was taken off: the next one finds its group, or a part of it, in order."""
+    three = linears({}, {}, {})
+    first = PackedWeights(three)
+    for again in (three, three[:2], three[1:]):
+        places = [linear.weight.data_ptr() for linear in three]
+        assert PackedWeights.possible(again)
+        packed = PackedWeights(again)
+        assert torch.equal(packed.frozen.weights[0], torch.cat([linear.weight for linear in again]))
+        assert torch.equal(packed.frozen.biases[0], torch.cat([linear.bias for linear in again]))  # type: ignore[arg-type]
+        assert packed.intact()
+        assert places == [linear.weight.data_ptr() for linear in three]
+    assert first.intact()
+    assert not PackedWeights.possible([three[0], three[2]])
+
+
 def test_training_equals_torch() -> None:
     """Gradients of the adapters with the weights together, and with torch alone."""
     model = always_on().train()

@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import look_at
     from monkeyjump.training.saving import saved_recipe
+    from monkeyjump.training.shared import dtype_of
 
     recipe = None if options.base_only else saved_recipe(Path(options.adapter).expanduser())
     answer = options.answer or (recipe.data.answer if recipe else None)
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     if options.base_only:
         model, tokenizer = load_model(options.adapter, device=device)
     else:
-        model, tokenizer = load_adapter(options.adapter, base=options.base, device=device)
+        dtype = None if recipe is None else dtype_of(recipe)  # as it was trained
+        model, tokenizer = load_adapter(options.adapter, base=options.base, dtype=dtype, device=device)
     if options.harness:
         return _harness(model, tokenizer, options)
     report = evaluate(model, tokenizer, tasks, settings)

@@ -45,21 +45,50 @@ Key = tuple[Any, ...]
 class Graph(Protocol):
     """Work that is done again, into the same tensors, whenever it is replayed."""
 
+    def rehearse(self, work: Callable[[], None]) -> None: ...
+
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]: ...
 
     def replay(self) -> None: ...
 
 
-class CudaGraph:
-    """One CUDA graph. All graphs of a model share one pool of memory, since only one of them runs at a time."""
+class Memory:
+    """What all graphs of a model share, since only one of them runs at a time: a pool of memory and a stream."""
 
-    def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.renew()
+
+    def renew(self) -> None:
+        """After a recording that failed, the pool cannot be used again, and random numbers belong to no graph."""
+        self.pool = torch.cuda.graph_pool_handle()
+        for generator in torch.cuda.default_generators:
+            generator.graphsafe_set_state(generator.clone_state())
+
+
+class CudaGraph:
+    """One CUDA graph."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._graph, self._memory = torch.cuda.CUDAGraph(), memory
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Do the work on the stream that will be recorded: libraries keep things for each stream."""
+        stream = self._memory.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
-        # other threads may load data meanwhile
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            return work()
+        memory, mode = self._memory, "thread_local"  # other threads may load data meanwhile
+        try:
+            with torch.cuda.graph(self._graph, pool=memory.pool, stream=memory.stream, capture_error_mode=mode):
+                return work()
+        except RuntimeError:
+            torch.cuda.empty_cache()
+            memory.renew()
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
@@ -88,7 +117,7 @@ class Flight:
 @contextmanager
 def captured(model: Any, parts: list[Any], new_graph: Callable[[], Graph] | None = None) -> Iterator[CaptureReport]:
     """Replay training forwards of these stacks of blocks of a model inside."""
-    new_graph = new_graph or partial(CudaGraph, torch.cuda.graph_pool_handle())
+    new_graph = new_graph or partial(CudaGraph, Memory())
     report, context = CaptureReport(), find_context(model)
     before = [vars(part).get("_compiled_call_impl") for part in parts]
     if managed(model):
@@ -184,12 +213,10 @@ class CapturedCall:
         try:
             recorded = Recorded(self, leaves, spec)
         except torch.OutOfMemoryError:
-            _end_recording()
             shape = tuple(next(value.shape for value in leaves if isinstance(value, Tensor)))
             say(f"no memory to capture batches of shape {shape}, which run without: lower batch_size or max_length")
             return None
         except RuntimeError as error:
-            _end_recording()
             say(f"a step cannot be captured and runs without: {str(error).splitlines()[0]}")
             return None
         self.report.graphs += 1
@@ -212,15 +239,18 @@ class Recorded:
         self.forward, self.backward = owner.new_graph(), owner.new_graph()
         with _without_random_states(owner.module):
             with _undone(owner.module):  # a recording can load no kernel and compile nothing
-                self._forward()
-                self.upstream = [torch.zeros_like(output) for output in self.live]
-                self._backward()
+                self.forward.rehearse(self._rehearsed)
             self.live = []
             outputs = self.forward.record(self._forward)
             self.differentiable = [output.requires_grad for output in outputs]
             self.flat = self.backward.record(self._backward)
         self.live = []
         self.outputs = [output.detach() for output in outputs]
+
+    def _rehearsed(self) -> None:
+        self._forward()
+        self.upstream = [torch.zeros_like(output) for output in self.live]
+        self._backward()
 
     def _forward(self) -> list[Tensor]:
         args, kwargs, told = tree_unflatten(self.leaves, self.spec)
@@ -312,14 +342,6 @@ class _Replayed(torch.autograd.Function):
             raise RuntimeError("a captured forward has one backward: what the second needs has been overwritten.")
         ctx.flight.landed = True
         return None, None, *ctx.recorded.gradients(upstream)
-
-
-def _end_recording() -> None:
-    """After a recording that failed: its memory is free again, and random numbers belong to no graph."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        for generator in torch.cuda.default_generators:
-            generator.graphsafe_set_state(generator.clone_state())
 
 
 def _set(call: ModelCall, values: dict[str, Any]) -> None:

@@ -156,6 +156,9 @@ class _TrainingCall:
         except exc.FailOnRecompileLimitHit as error:
             reason = f"{type(self.module).__name__} is compiled again and again, for batches or settings that change"
             refused = self._refused(reason, error)
+        except exc.TorchDynamoException as error:  # the code that was generated does not compile
+            reason = f"the compiler failed on {type(self.module).__name__}"
+            refused = self._refused(reason, error)
         if self.asked:
             raise refused
         self.report.given_up = reason

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from monkeyjump.errors import ConfigError
 from monkeyjump.training.attention import attending
 from monkeyjump.training.captured import CaptureReport, captured
 from monkeyjump.training.compile import CompileReport, compiled, compiled_parts
@@ -85,6 +86,23 @@ class FastReport:
         return "; ".join(str(part) for part in (self.compiled, self.captured) if part is not None)
 
 
+def _stacks(model: Any, asked: bool) -> list[Any]:
+    """What runs the blocks that have adapters."""
+    try:
+        return compiled_parts(model.get_base_model() if hasattr(model, "get_base_model") else model, "model")
+    except ConfigError:
+        if asked:
+            raise
+        say("nothing is compiled or captured: no transformer block has an adapter")
+        return []
+
+
+def distributed() -> bool:
+    import torch.distributed as ranks
+
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
+
+
 @contextmanager
 def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> Iterator[FastReport]:
     """Train inside. Settings are the fields of `FastSettings`, given as an object or as keywords.
@@ -96,18 +114,18 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
     chosen = (settings or FastSettings(**changes)).on(parameter.device.type == "cuda")
     report = FastReport()
     with ExitStack() as stack:
-        if chosen.compile or chosen.capture:
-            stack.enter_context(known_modules(model))
+        if chosen.few_shapes:
+            if not distributed():  # whoever shards or wraps a model gives it other parameters
+                stack.enter_context(known_modules(model))
             stack.enter_context(faster_lora(model))
         report.fused_loss = stack.enter_context(with_fused_loss(model, chosen.fused_loss, parameter.is_cuda))
-        if chosen.compile or chosen.capture:
+        if chosen.few_shapes and (stacks := _stacks(model, chosen.asked)):
             report.attention = stack.enter_context(attending(model, chosen.pads_last))
-        if chosen.compile:
-            compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
-            report.compiled = stack.enter_context(compiling)
-        if chosen.capture:
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            report.captured = stack.enter_context(captured(model, compiled_parts(base, "model")))
+            if chosen.compile:
+                compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
+                report.compiled = stack.enter_context(compiling)
+            if chosen.capture:
+                report.captured = stack.enter_context(captured(model, stacks))
         yield report
     if report.compiled is not None or report.captured is not None:
         say(str(report))

@@ -12,6 +12,12 @@ from monkeyjump.models import load_model
 from monkeyjump.training.recipe import Recipe
 
 
+def dtype_of(recipe: Recipe) -> torch.dtype:
+    """The dtype of the base model here."""
+    bf16, gpu = recipe.train.bf16, torch.cuda.is_available()
+    return torch.bfloat16 if (gpu and torch.cuda.is_bf16_supported() if bf16 is None else bf16) else torch.float32
+
+
 class Shared:
     """One base model at a time. A run takes it, puts an adapter on it, and gives it back as it was.
 
@@ -27,15 +33,14 @@ class Shared:
 
     def take(self, recipe: Recipe) -> tuple[Any, Any]:
         """The base model of a recipe and its tokenizer: what was given back last, where that fits, or else loaded."""
-        gpu = torch.cuda.is_available()
-        bf16 = recipe.train.bf16 if recipe.train.bf16 is not None else gpu and torch.cuda.is_bf16_supported()
+        dtype = dtype_of(recipe)
         # checkpointing is switched on in the model, and nothing switches it off again
-        key = (recipe.model, bf16, recipe.train.gradient_checkpointing)
+        key = (recipe.model, dtype, recipe.train.gradient_checkpointing)
         base, self._base = self._base, None
         if base is None or key != self._key:
             del base
-            device = PartialState().device if gpu else None
-            base = load_model(recipe.model, dtype=torch.bfloat16 if bf16 else torch.float32, device=device)
+            device = PartialState().device if torch.cuda.is_available() else None
+            base = load_model(recipe.model, dtype=dtype, device=device)
             base[0].config.use_cache = False
             self._centers, self.memory = {}, Memory()
         self._key = key

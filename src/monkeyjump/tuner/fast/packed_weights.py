@@ -29,13 +29,16 @@ class PackedWeights:
 
     @staticmethod
     def possible(linears: Sequence[nn.Linear]) -> bool:
-        """Whether the tensors are plain, alike, frozen, and alone in their memory."""
+        """Whether the tensors are plain, alike, frozen, and alone in their memory, or there one after another already.
+
+        They are so where an adapter was taken off and another put on.
+        """
         weights: list[Any] = [linear.weight for linear in linears]
         biases: list[Any] = [linear.bias for linear in linears if linear.bias is not None]
         kinds = {(weight.dtype, weight.device, weight.shape[1]) for weight in weights}
         kinds |= {(bias.dtype, bias.device, weights[0].shape[1]) for bias in biases}
-        tensors = [*weights, *biases]
-        return len(kinds) == 1 and len(biases) in (0, len(linears)) and all(map(_alone, tensors))
+        alike = len(kinds) == 1 and len(biases) in (0, len(linears)) and all(map(_plain, [*weights, *biases]))
+        return alike and all(_adjacent(tensors) or all(map(_alone, tensors)) for tensors in (weights, biases))
 
     def intact(self) -> bool:
         """Whether every linear still has its part of the common weight and bias."""
@@ -56,13 +59,27 @@ def managed(model: nn.Module) -> bool:
     return sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def _alone(tensor: Tensor) -> bool:
+def _plain(tensor: Tensor) -> bool:
     plain = type(tensor) is nn.Parameter and not tensor.requires_grad and tensor.is_contiguous()
-    return plain and not tensor.is_meta and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return plain and not tensor.is_meta
+
+
+def _alone(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of one memory follow each other without a gap."""
+    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) != 1:
+        return False
+    return _lies_in(tensors[0], tensors)
 
 
 @torch.no_grad()
 def _joined(tensors: Sequence[Any]) -> Tensor:
+    if _adjacent(tensors):
+        shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
+        return tensors[0].data.as_strided(shape, tensors[0].stride())
     joined = torch.cat([tensor.data for tensor in tensors])
     for tensor, part in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
         tensor.data = part
