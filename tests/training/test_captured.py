@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+import monkeyjump as mj
 from monkeyjump import methods
 from monkeyjump.training import captured
 from monkeyjump.training import compile as compiling
@@ -196,3 +197,23 @@ def test_a_mode_that_others_have_changed_is_set_again() -> None:
         layer.training = False
         model.train()
         assert layer.training
+
+
+def test_other_adapters_and_a_look_at_the_routing_are_not_replayed() -> None:
+    model = adapted(ema_stop=0).train()
+    batch = lm_batch(2, 8)
+    expected = model(**batch).loss.detach()
+    with model.disable_adapter():
+        plain = model(**batch).loss.detach()
+    assert plain != expected
+    with replaying(model) as report:
+        for _ in range(3):
+            model(**batch).loss.backward()
+        with model.disable_adapter():
+            assert torch.equal(model(**batch).loss, plain)
+        with mj.record_routing(model) as trace:
+            assert torch.equal(model(**batch).loss, expected)
+        assert torch.equal(model(**batch).loss, expected)
+    assert report.others["somebody looks at the routing"] == 1
+    assert report.replayed == 2  # what is trained changed in between, so that graphs are made again
+    assert trace is not None

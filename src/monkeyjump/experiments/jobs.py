@@ -18,46 +18,28 @@ from typing import Any
 import torch
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded, run_here
+from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.worker import LOG, work
 from monkeyjump.record import read_record
 from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe
-from monkeyjump.training.shared import Shared
 
-SHORT_STEP = 0.02  # seconds; the host is busy for about as long, and another process can use the device meanwhile
-CORES = 4  # of a job that shares its GPU with another
 GRACE = 60  # seconds in which a stopped process may write its checkpoint
 
 
 def run_jobs(comparison: Comparison, output: Path, jobs: int | str) -> None:
     """Make all missing runs, or as many as can be made: those that failed are named in the error at the end."""
-    count = auto_jobs(comparison, output) if jobs == "auto" else int(jobs)
+    count = auto_jobs() if jobs == "auto" else int(jobs)
     schedule = Schedule(comparison, output, count)
     schedule.ready()
     if count > 1 and comparison.total - comparison.done > 1:  # a process for one run alone would only take time
         schedule.run()
 
 
-def auto_jobs(comparison: Comparison, output: Path) -> int:
-    """How many runs at a time: one on a CPU, one on each GPU where there are several.
-
-    On a single GPU the first run is made alone. Two are made at a time from then on if its steps took less than 20 ms,
-    twice its peak memory is free, and every job has 4 cores of the processor.
-    """
-    gpus = torch.cuda.device_count()
-    if gpus != 1 or not (missing := comparison.wanted()):
-        return max(1, gpus)
-    run_here(comparison, output, missing[0])
-    cell = [*comparison.searched, *comparison.final][0].metrics
-    step = (cell["train_seconds"] - cell.get("compile_seconds", 0)) / max(1, cell["steps"])
-    room = torch.cuda.mem_get_info()[0] // max(1, cell["peak_memory_bytes"] or 1)
-    jobs = min(2, room, (os.cpu_count() or 1) // CORES) if step < SHORT_STEP else 1
-    if jobs > 1:
-        comparison.shared = Shared()  # the base model here makes room for those of the processes
-        torch.cuda.empty_cache()
-    return max(1, int(jobs))
+def auto_jobs() -> int:
+    """How many runs at a time: one on each GPU, and one on a CPU. That two on one GPU gain anything is not measured."""
+    return max(1, torch.cuda.device_count())
 
 
 class Worker:

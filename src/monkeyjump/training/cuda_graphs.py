@@ -1,0 +1,61 @@
+"""CUDA graphs, and what the graphs of one model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Graph(Protocol):
+    """Work that is done again, into the same tensors, whenever it is replayed."""
+
+    def rehearse(self, work: Callable[[], None]) -> None: ...
+
+    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]: ...
+
+    def replay(self) -> None: ...
+
+
+class Memory:
+    """What all graphs of a model share, since only one of them runs at a time: a pool of memory and a stream."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.renew()
+
+    def renew(self) -> None:
+        """After a recording that failed, the pool cannot be used again, and random numbers belong to no graph."""
+        self.pool = torch.cuda.graph_pool_handle()
+        for generator in torch.cuda.default_generators:
+            generator.graphsafe_set_state(generator.clone_state())
+
+
+class CudaGraph:
+    """One CUDA graph."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._graph, self._memory = torch.cuda.CUDAGraph(), memory
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Do the work on the stream that will be recorded: libraries keep things for each stream."""
+        stream = self._memory.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        memory, mode = self._memory, "thread_local"  # other threads may load data meanwhile
+        try:
+            with torch.cuda.graph(self._graph, pool=memory.pool, stream=memory.stream, capture_error_mode=mode):
+                return work()
+        except RuntimeError:
+            torch.cuda.empty_cache()
+            memory.renew()
+            raise
+
+    def replay(self) -> None:
+        self._graph.replay()

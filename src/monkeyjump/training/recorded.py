@@ -1,0 +1,212 @@
+"""One shape of inputs of a stack of blocks, recorded: its forward is one graph, its backward another.
+
+What the blocks read beside their arguments (the call around them) is copied to where the graph looks, and what learned
+routers say to the top of the model is an output like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from monkeyjump.training.cuda_graphs import Graph
+from monkeyjump.tuner.call import ModelCall, calls_of
+from monkeyjump.tuner.context import RoutingContext
+from monkeyjump.tuner.fast.shared_inputs import Seeds
+from monkeyjump.tuner.recomputation import HOLDERS
+
+TOLD = ("labels", "task_ids", "prompt_lengths")  # what the stack reads of the call around it
+SAID = ("load", "probability", "contrastive")  # what learned routers say to the top of the model
+
+
+@dataclass(eq=False)
+class Flight:
+    """A replayed forward whose backward has not come yet. It ends with the tensors that hold it."""
+
+    landed: bool = False
+
+
+@dataclass(eq=False)
+class Stack:
+    """A stack of blocks: what it is, how it is called, the routing of its model, and where its graphs come from."""
+
+    module: Any
+    call: Callable[..., Any]
+    context: RoutingContext | None
+    new_graph: Callable[[], Graph]
+
+
+class Recorded:
+    """The forward and the backward of one shape of inputs."""
+
+    def __init__(self, stack: Stack, leaves: list[Any], spec: Any) -> None:
+        self.stack, self.spec = stack, spec
+        self.leaves = [_own(value) if isinstance(value, Tensor) else value for value in leaves]
+        self.inputs = [value for value in self.leaves if isinstance(value, Tensor)]
+        self.trained = [p for p in stack.module.parameters() if p.requires_grad]
+        self.sources = [*(value for value in self.inputs if value.requires_grad), *self.trained]
+        self.live: list[Tensor] = []  # the outputs that have a gradient, with the graph behind them
+        self.shape_of_output: Any = None
+        self.upstream: list[Tensor] = []
+        self.used: list[int] = []
+        self.forward, self.backward = stack.new_graph(), stack.new_graph()
+        with _without_random_states(stack.module):
+            with _undone(stack.module):  # a recording can load no kernel and compile nothing
+                self.forward.rehearse(self._rehearsed)
+            self.live = []
+            outputs = self.forward.record(self._forward)
+            self.differentiable = [output.requires_grad for output in outputs]
+            self.flat = self.backward.record(self._backward)
+        self.live = []
+        self.outputs = [output.detach() for output in outputs]
+
+    def _rehearsed(self) -> None:
+        self._forward()
+        self.upstream = [torch.zeros_like(output) for output in self.live]
+        self._backward()
+
+    def _forward(self) -> list[Tensor]:
+        args, kwargs, told = tree_unflatten(self.leaves, self.spec)
+        with self._hearing(told), _without_autocast_cache():
+            output = self.stack.call(*args, **kwargs)
+        said = [] if self.stack.context is None else self.stack.context.losses.statements.values()
+        statements = [tuple(getattr(statement, name) for name in SAID) for statement in said]
+        leaves, self.shape_of_output = tree_flatten((output, statements))
+        if any(not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))) for leaf in leaves):
+            raise RuntimeError("the blocks return something that is neither a tensor nor a plain value")
+        self.plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        outputs = [leaves[place] for place in self.places]
+        self.live = [output for output in outputs if output.requires_grad]
+        return outputs
+
+    def _backward(self) -> list[Tensor]:
+        """The gradients of all sources that have one: one tensor for each dtype."""
+        found = torch.autograd.grad(self.live, self.sources, self.upstream, allow_unused=True)
+        self.used = [place for place, gradient in enumerate(found) if gradient is not None]
+        kinds = dict.fromkeys(self.sources[place].dtype for place in self.used)
+        return [torch.cat([found[i].reshape(-1) for i in self.used if found[i].dtype == kind]) for kind in kinds]
+
+    def run(self, leaves: list[Any]) -> tuple[Any, Flight]:
+        """The outputs for other inputs, and what must not be overwritten before its backward."""
+        given = [value for value in leaves if isinstance(value, Tensor)]
+        with torch.no_grad():
+            torch._foreach_copy_(self.inputs, given)
+        self.forward.replay()
+        flight = Flight()
+        asked = [value for value in given if value.requires_grad]
+        outputs = _Replayed.apply(self, flight, *asked, *self.trained)
+        flat = list(self.plain)
+        for place, output in zip(self.places, outputs, strict=True):
+            flat[place] = output
+        output, said = tree_unflatten(flat, self.shape_of_output)
+        if self.stack.context is not None:
+            for statement, words in zip(self.stack.context.losses.statements.values(), said, strict=True):
+                for name, tensor in zip(SAID, words, strict=True):
+                    setattr(statement, name, tensor)
+        return output, flight
+
+    def gradients(self, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """What arrives at the sources, from what arrives at the outputs."""
+        arriving = [gradient for gradient, wanted in zip(upstream, self.differentiable, strict=True) if wanted]
+        for kept, gradient in zip(self.upstream, arriving, strict=True):
+            kept.zero_() if gradient is None else kept.copy_(gradient)
+        self.backward.replay()
+        found: list[Tensor | None] = [None] * len(self.sources)
+        for values in self.flat:
+            places = [place for place in self.used if self.sources[place].dtype == values.dtype]
+            parts = values.clone().split([self.sources[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                found[place] = part.view(self.sources[place].shape)
+        return found
+
+    @contextmanager
+    def _hearing(self, told: dict[str, Any]) -> Iterator[None]:
+        """The call around has these tensors, which stay where they are, in the place of its own."""
+        call = None if self.stack.context is None else calls_of(self.stack.context)
+        if call is None or self.stack.context is None:
+            yield
+            return
+        before: dict[str, Any] = {name: getattr(call, name) for name in (*TOLD, "seeds")}
+        _set(call, {name: told[name] for name in TOLD if name in told})
+        if told.get("seeds") is not None:
+            call.seeds = Seeds.of(told["seeds"])
+            self.stack.context.shared_inputs.hand_out(call)
+        try:
+            yield
+        finally:
+            _set(call, before)
+
+
+class _Replayed(torch.autograd.Function):
+    """The outputs of a replayed forward; its backward is another replay."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Recorded, flight: Flight, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorded, ctx.flight = recorded, flight
+        ctx.set_materialize_grads(False)
+        outputs = tuple(output.clone() for output in recorded.outputs)
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, recorded.differentiable, strict=True) if not d))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        if ctx.flight.landed:
+            raise RuntimeError("a captured forward has one backward: what the second needs has been overwritten.")
+        ctx.flight.landed = True
+        return None, None, *ctx.recorded.gradients(upstream)
+
+
+def _set(call: ModelCall, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(call, name, value)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """A copy of a weight that autocast keeps would lie in the memory of the graph."""
+    before = torch.is_autocast_cache_enabled()
+    # without autocast nothing is kept, and compiled code would be made again for the other setting
+    torch.set_autocast_cache_enabled(before and not torch.is_autocast_enabled("cuda"))
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _undone(module: nn.Module) -> Iterator[None]:
+    """What is done inside changes no buffer and draws no random number."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {buffer.device for buffer in module.parameters() if buffer.is_cuda}
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for buffer, values in before:
+            buffer.data.copy_(values)
+
+
+@contextmanager
+def _without_random_states(module: nn.Module) -> Iterator[None]:
+    """Checkpoints that do not save the states of random generators, which a recording cannot read."""
+    holders = [(part, name) for part in module.modules() for name in HOLDERS if vars(part).get(name) is not None]
+    if holders and any(isinstance(part, nn.Dropout) and part.p and part.training for part in module.modules()):
+        raise RuntimeError("gradient checkpointing cannot repeat the model's own dropout in a graph")
+    with ExitStack() as stack:
+        for part, name in holders:
+            checkpoint = getattr(part, name)
+            stack.callback(setattr, part, name, checkpoint)
+            setattr(part, name, partial(checkpoint, preserve_rng_state=False))
+        yield
