@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from monkeyjump import tasks
-from monkeyjump.tasks import cache, load, mixture
+from monkeyjump.tasks import cache, encode, load, mixture
 from monkeyjump.tasks.custom import simple_task
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.mixture import Mixture
@@ -93,6 +93,30 @@ def test_a_file_is_read_once_for_train_and_validation(tmp_path: Path, monkeypatc
     assert len(load._loaded) == 1
 
 
+def test_prompts_and_validation_rows_are_read_as_they_were_made(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a task whose texts are cut, and one of which does not fit."""
+    monkeypatch.setattr(encode, "_WORTH_KEEPING", 1)
+    task = task_of(tmp_path)
+    found = []
+    for once in (True, False):
+        load._loaded.clear()
+        encoder = Encoder(tokenizer, {"own": 0}, max_length=130)
+        if not once:
+            monkeypatch.setattr(load, "_source_rows", None)  # nobody reads
+        examples = tasks.load_examples(task, "validation", validation_fraction=0.5)
+        long = replace(examples[0], question="why " * 200)
+        if not once:
+            monkeypatch.setattr(encoder, "_fit", None)  # nobody encodes
+        found.append((examples, encoder.many_prompt_ids([*examples, long]), encoder.counts))
+    assert found[0] == found[1]
+    assert found[0][1][-1] is None
+    assert found[0][2].truncated["own"] > 0
+    other = Encoder(tokenizer, {"own": 0}, max_length=140)
+    assert other.many_prompt_ids(examples) == [other.prompt_ids(example) for example in examples]
+
+
 def test_whatever_changes_is_made_anew(tmp_path: Path, tokenizer: Any) -> None:
     other = copy.deepcopy(tokenizer)
     other.chat_template = other.chat_template.replace("assistant", "bot")
@@ -131,7 +155,7 @@ def test_damaged_entries_are_made_again(tmp_path: Path, tokenizer: Any, folder: 
     assert_as_made_anew(task, tokenizer)
     look_at([task])
     whole = {path: path.read_bytes() for path in folder.iterdir()}
-    assert len(whole) == 4
+    assert len(whole) == 5
     for path, content in whole.items():
         path.write_bytes(damage(content))
     assert_as_made_anew(task, tokenizer)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ IGNORE = -100  # what cross-entropy skips
 _MARK = "<the message>"
 # a message with whatever a template may change
 _UNUSUAL = "\"{{ 'é' }}\" <b>&amp;</b>\n\n\tB: </think> [INST] \\ %s 1,000.00 " * 500 + "end"
+_WORTH_KEEPING = 200  # prompts that are kept on disk once they are tokenized
 _CHUNK = 1024  # rows tokenized in one call: the tokenizer works in parallel inside
 
 
@@ -95,11 +96,28 @@ class Encoder:
         unique = list(dict.fromkeys(texts))
         return {text: [*ids, self.tokenizer.eos_token_id] for text, ids in zip(unique, self._ids(unique), strict=True)}
 
-    def many_prompt_ids(self, examples: Iterable[Example]) -> Iterator[list[int] | None]:
-        """`prompt_ids` of many examples, tokenized a chunk at a time."""
-        source = iter(examples)
-        while chunk := list(islice(source, _CHUNK)):
-            yield from map(self._fit, chunk, self._ids([self.prompt_text(example) for example in chunk]))
+    def many_prompt_ids(self, examples: Sequence[Example]) -> list[list[int] | None]:
+        """`prompt_ids` of many examples of one task, from the cache where they were made before."""
+        task, counts = examples[0].task, (self.counts.truncated, self.counts.dropped)
+        identity = self._identity if len(examples) >= _WORTH_KEEPING else None
+        name = "" if identity is None else cache.key("prompts", identity, *examples)
+        content = cache.read(name) if name else None
+        if content is not None:
+            stored = np.frombuffer(content, dtype=np.int32)
+            for count, more in zip(counts, stored[:2].tolist(), strict=True):
+                count.update({task: more} if more else {})
+            lengths, ids = stored[2 : 2 + len(examples)].tolist(), stored[2 + len(examples) :].tolist()
+            ends = accumulate(max(length, 0) for length in lengths)
+            return [None if n < 0 else ids[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+        before, found = [count[task] for count in counts], list[list[int] | None]()
+        for start in range(0, len(examples), _CHUNK):
+            chunk = examples[start : start + _CHUNK]
+            found += map(self._fit, chunk, self._ids([self.prompt_text(example) for example in chunk]))
+        if name:
+            numbers = [count[task] - known for count, known in zip(counts, before, strict=True)]
+            numbers += [-1 if prompt is None else len(prompt) for prompt in found]
+            cache.write(name, np.concatenate([numbers, *filter(None, found)]).astype(np.int32).tobytes())
+        return found
 
     def prompt_text(self, example: Example, context: str | None = None) -> str:
         """The whole prompt as text: what the chat template makes of the question."""
@@ -143,6 +161,10 @@ class Encoder:
                     self.counts.encoded[example.task] += 1
                     sequence = np.array([*prompt, *answer, eos], dtype=np.int32)
                     yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0))
+
+    @cached_property
+    def _identity(self) -> str | None:
+        return self.identity()
 
     def identity(self) -> str | None:
         """A hash of all that ids follow from beside the example; None for a tokenizer that does not tell how it works.

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple
 from functools import cache as cache_in_memory
 from functools import lru_cache
 from itertools import islice
@@ -46,6 +47,8 @@ def load_examples(
     known = origin(task, split, data_dir, **options)
     if known in _loaded:
         examples = _loaded[known]
+    elif known is not None and split == "validation" and (kept := cache.read(_examples_key(known))) is not None:
+        examples = _loaded[known] = [Example(row[0], tuple(row[1]), *row[2:]) for row in json.loads(bytes(kept))]
     elif limit is not None or known is None:
         examples = list(islice(stream_examples(task, split, data_dir, **options), limit))
     else:
@@ -73,9 +76,16 @@ def _load(task: Task, split: str, data_dir: str | Path | None, seed: int, valida
         found[part].append(task.example(row, number))
     if before == origins():  # no file has changed while it was read
         _loaded.update(zip(before, found.values(), strict=True))
+        if carved and before[1] is not None:  # a few rows, for which nobody should read all of train again
+            rows = [list(astuple(example)) for example in found["validation"]]
+            cache.write(_examples_key(before[1]), json.dumps(rows).encode())
         while len(_loaded) > 1 and sum(map(len, _loaded.values())) > _MOST_LOADED:
             del _loaded[next(iter(_loaded))]
     return found[split]
+
+
+def _examples_key(known: str) -> str:
+    return cache.key("examples", known)
 
 
 def stream_examples(task: Task, split: str, data_dir: str | Path | None = None, **options: Any) -> Iterator[Example]:
