@@ -14,6 +14,7 @@ import monkeyjump as mj
 from monkeyjump import methods
 from monkeyjump.training import captured
 from monkeyjump.training import compile as compiling
+from monkeyjump.training.attention import MASKED, PADS_LAST, attending
 from monkeyjump.training.captured import CaptureReport
 from monkeyjump.training.fast import fast
 from monkeyjump.training.known_modules import known_modules
@@ -217,3 +218,31 @@ def test_other_adapters_and_a_look_at_the_routing_are_not_replayed() -> None:
     assert report.others["somebody looks at the routing"] == 1
     assert report.replayed == 2  # what is trained changed in between, so that graphs are made again
     assert trace is not None
+
+
+@pytest.mark.parametrize("pads_last", [True, False])
+def test_attention_without_gradients_sees_the_mask_and_with_them_pads_at_the_end(pads_last: bool) -> None:
+    model = adapted(ema_stop=0).eval()
+    left, right = lm_batch(2, 8), lm_batch(2, 8)
+    left["attention_mask"][0, :3] = 0
+    right["attention_mask"][0, -3:] = 0
+    real = right["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**left).logits
+    trained = model(**right).logits[real]
+    with attending(model, pads_last) as used:
+        assert used == (PADS_LAST if pads_last else MASKED)
+        with torch.no_grad():
+            assert torch.equal(model(**left).logits, expected)
+        torch.testing.assert_close(model(**right).logits[real], trained, atol=1e-5, rtol=1e-5)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_with_windows_keep_their_masks() -> None:
+    base = tiny_llama()
+    base.config.layer_types = ["full_attention", "sliding_attention"]
+    with attending(base, pads_last=True) as used:
+        assert used == MASKED
+    base.config._attn_implementation = "eager"
+    with attending(base, pads_last=True) as used:
+        assert used == "eager"
