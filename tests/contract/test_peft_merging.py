@@ -47,6 +47,15 @@ def test_always_on_adapters_merge(adapter: str, safe_merge: bool) -> None:
     torch.testing.assert_close(logits(bare), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_double_precision_base_comes_out_in_double_precision(adapter: str) -> None:
+    model = adapted(adapter=adapter, layers_to_route=[]).double()
+    layer = next(iter(layers_of(model).values()))
+    weight = layer.get_base_weight().data.div_(3).clone()  # no longer a number of single precision
+    layer.merge()
+    layer.unmerge()
+    torch.testing.assert_close(layer.get_base_weight().data, weight, rtol=1e-12, atol=1e-12)
+
+
 def test_merge_twice_is_once(adapter: str) -> None:
     model = adapted(adapter=adapter, layers_to_route=[]).eval()
     model.merge_adapter()

@@ -80,9 +80,9 @@ class DoraAdapter(LoraAdapter):
         update = (self.B * self.strength(None)) @ self.A
         if sign > 0:
             self.folded = self.factors(weight).detach()
-            return (self.folded[:, None] * (weight.float() + update)).to(weight.dtype), bias
+            return self.folded[:, None] * (weight + update), bias
         assert self.folded is not None
-        return (weight.float() / self.folded.to(weight.device)[:, None] - update).to(weight.dtype), bias
+        return weight / self.folded.to(weight.device)[:, None] - update, bias
 
 
 class DoraMixture(LoraMixture, DoraAdapter):

@@ -71,9 +71,8 @@ class Ia3Adapter(Adapter):
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         factor = (1 + self.ia3_offset) ** sign
         if self.linear is not None:
-            return (weight.float() * factor).to(weight.dtype), bias
-        scaled = (weight.float() * factor[:, None]).to(weight.dtype)
-        return scaled, None if bias is None else (bias.float() * factor).to(bias.dtype)
+            return weight * factor, bias
+        return weight * factor[:, None], None if bias is None else bias * factor
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scales={'output' if self.linear is None else 'input'}"

@@ -50,5 +50,4 @@ class PropulsionAdapter(Adapter):
 
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         factor = (1 + self.offset) ** (sign * self.degree)
-        scaled = (weight.float() * factor[:, None]).to(weight.dtype)
-        return scaled, None if bias is None else (bias.float() * factor).to(bias.dtype)
+        return weight * factor[:, None], None if bias is None else bias * factor

@@ -96,7 +96,7 @@ class VeraAdapter(Adapter):
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         A_T, B = self.projections(self.lambda_d.device, torch.float32)
         delta = (self.lambda_b[:, None] * B) @ (self.lambda_d * A_T).T
-        return (weight.float() + sign * delta).to(weight.dtype), bias
+        return weight + sign * delta, bias
 
 
 class VeraMixture(VeraAdapter):
