@@ -110,7 +110,7 @@ class Adapter(Fp32Module):
         return out + self.delta(x, base, gate).to(out.dtype)
 
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
-        """The base's `weight` [O, D] and `bias`, at least fp32, with the adapter folded in (sign +1) or taken out (-1)."""
+        """The base's `weight` [O, D] and `bias`, at least fp32, with the adapter added (sign +1) or taken out (-1)."""
         raise NotImplementedError
 
     def auxiliary_loss(self) -> Tensor | None:

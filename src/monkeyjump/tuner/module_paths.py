@@ -1,4 +1,4 @@
-"""Modules of a model by their paths: which are linear, which block they are in, what to call them."""
+"""Questions about the modules of a model: which are linear, which block they are in, and what to call them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def free_linears(modules: dict[str, nn.Module]) -> list[str]:
-    """Linear layers, adapted or not, but not the ones inside adapted layers."""
+    """The paths of all linear layers, adapted or not. Those inside adapted layers are left out."""
     inside = inside_tuner_layers(modules)
     return [path for path, module in modules.items() if path not in inside and is_linear(module)]
 
 
 def targets_of(modules: dict[str, nn.Module], is_target: Callable[[str], bool]) -> list[str]:
-    """The modules that an adapter is asked for, but not what is inside adapted layers."""
+    """The paths of the modules that should get an adapter. Those inside adapted layers are left out."""
     inside = inside_tuner_layers(modules)
     return [path for path in modules if path and path not in inside and is_target(path)]
 
