@@ -1,4 +1,4 @@
-"""What every adapter is: one small module that adds its part to the output of one frozen linear."""
+"""The base class of adapters: small modules that add their part to the output of one frozen linear."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Adapter(Fp32Module):
     """
 
     name: ClassVar[str]
-    # N experts of this kind on one linear as one adapter, called with the linear, the config and N; its gate: [..., N]
+    # makes one adapter of N experts of this kind on one linear, from the linear, the config and N; its gate is [..., N]
     mixture: ClassVar[Callable[[BaseLinear, MonkeyJumpConfig, int], Adapter] | None] = None
     # settings of its own, set by config.adapter_options: a default, or a `setting` with its help and its rule
     options: ClassVar[dict[str, Any]] = {}

@@ -7,8 +7,8 @@ Both are linear in the gate: 0 is the frozen output, 1 is PEFT's (IA)3. Which mo
 `adapter_options={"feedforward_modules": [...]}`, names or ends of paths; by default those PEFT names for any model
 (down_proj, fc2, ...). An input-scaled module costs a second product with the base weight.
 
-Stored is l - 1, whose neutral value is 0: weight decay pulls towards the identity, not towards a vanishing output, and
-a scaling far below the resolution of bf16 around 1 is kept.
+The adapter stores l - 1, whose neutral value is 0: weight decay pulls towards the identity, not towards a vanishing
+output, and a scaling far below the resolution of bf16 around 1 is kept.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def mixture_of(config: MonkeyJumpConfig, linear: BaseLinear, experts: int) -> Ad
 
 
 def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
-    """Whether there is such a mixture."""
+    """What is wrong with a configuration that asks for a mixture which does not exist."""
     if config.placement in ("block", "nested") or config.adapter in MIXTURES:
         return []
     if config.placement == "projection" and ADAPTERS.get(config.adapter).mixture is not None:
@@ -53,10 +53,7 @@ class LoraMixture(LoraAdapter):
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
         wide, options = copy.copy(config), config.adapter_options or {}
-        wide.r, wide.alpha = (
-            experts * config.r,
-            experts * config.alpha,
-        )  # all ranks in one adapter, at the same alpha / r
+        wide.r, wide.alpha = experts * config.r, experts * config.alpha  # all ranks at the same alpha / r
         if options.get("target_r") is not None:
             wide.adapter_options = {**options, "target_r": experts * options["target_r"]}
         super().__init__(in_features, out_features, wide)

@@ -1,7 +1,7 @@
 """VeRA: gate * b * B (d * A dropout(x)) with frozen random A and B that all layers share (Kopiczko et al., 2024).
 
-Only the vectors d [R] and b [O] are trained; b starts at zero. There is no alpha / r, as in the paper and in PEFT; the
-rank costs one number each, so use a large one (256 is the paper's).
+Only the vectors d [R] and b [O] are trained; b starts at zero. There is no alpha / r, as in the paper and in PEFT. A
+rank costs only one trained number, so use a large r (the paper uses 256).
 
 A and B are not saved: with r = 256 they would make the file of a LoRA of that rank, once for each projection. They are
 derived from `projection_seed` by integer arithmetic on the position of each entry, so every machine, device and

@@ -45,11 +45,7 @@ NOT_PLAIN = ("lora_bias", "layer_replication", "trainable_token_indices", "targe
 
 
 def from_lora(
-    model: PeftModel,
-    adapter_name: str | None = None,
-    *,
-    shared_modules: list[str] | None = None,
-    **settings: Any,
+    model: PeftModel, adapter_name: str | None = None, *, shared_modules: list[str] | None = None, **settings: Any
 ) -> PeftModel:
     """Add Monkey Jump routing to a PEFT LoRA model; use the model that is returned from then on.
 

@@ -25,8 +25,8 @@ from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 # and to compile a variant takes longer than to cluster.
 COLUMNS = 64
 TRIALS = 32  # vectors of a program that writes their chords
-# Tokens that one program sums up: enough programs to fill a GPU, and sums that are few beside the tokens. Not a matter
-# of the GPU or the blocks at hand: the same tokens give the same bits.
+# Tokens that one program sums up: there are enough programs to fill a GPU, and few sums beside the tokens. The number
+# does not depend on the GPU or on the other blocks, so that the same tokens give the same bits.
 SUMMED_TOGETHER = 2048
 
 
@@ -175,7 +175,7 @@ def chords(x: Tensor, inverse: Tensor, vectors: Tensor, same: float) -> Tensor:
 
 
 def _tile(name: str, x: Tensor) -> Tile:
-    """Half as wide for tokens that are multiplied in fp32, whose halves are in registers."""
+    """Tiles are half as wide for tokens that are multiplied in fp32, whose halves are in registers."""
     tile, width = TILES[name], padded(x.shape[2])
     columns = tile.columns if x.dtype == torch.bfloat16 else tile.columns // 2
     return replace(tile, columns=min(width, columns))
