@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from monkeyjump.tuner.layer import MonkeyJumpLayer
+from tests.adapters.peers import biased_llama
 from tests.contract.common import anatomy, logits
-from tests.helpers import ADAPTER_NAMES, adapted, assert_same, disturb, layers_of, mj_config, tiny_llama
+from tests.helpers import ADAPTER_NAMES, adapted, assert_same, disturb, layers_of, mj_config
 
 MERGED = ["q_proj", "v_proj", "down_proj"]  # (IA)3 scales the input of the last
 pytestmark = pytest.mark.parametrize("adapter", [*ADAPTER_NAMES, "dora", "ia3", "vera"])
@@ -29,7 +30,7 @@ def test_merging_a_routed_adapter_is_refused(adapter: str) -> None:
 @pytest.mark.parametrize("safe_merge", [False, True])
 def test_always_on_adapters_merge(adapter: str, safe_merge: bool) -> None:
     """Weights and biases come out as they went in, for projections whose input or output is scaled."""
-    base = tiny_llama(attention_bias=True)
+    base = biased_llama()
     plain, frozen = logits(base), anatomy(base)
     model = adapted(base, adapter=adapter, layers_to_route=[], target_modules=MERGED, shared_modules=None).eval()
     expected = logits(model)
@@ -84,7 +85,7 @@ def test_a_safe_merge_that_is_refused_merges_nothing(adapter: str) -> None:
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_adapters_that_are_active_together_merge_into_what_they_compute(adapter: str, one_by_one: bool) -> None:
     """Each adds what it adds to the frozen output, in any order; taking them out gives the frozen weights back."""
-    base = tiny_llama(attention_bias=True)
+    base = biased_llama()
     plain = {"adapter": adapter, "layers_to_route": [], "target_modules": MERGED, "shared_modules": None}
     model = adapted(base, **plain)
     before = {key: value.clone() for key, value in model.state_dict().items() if "base_layer" in key}
