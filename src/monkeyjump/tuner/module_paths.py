@@ -90,13 +90,14 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
     return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
 
 
+def shortest_end(path: str, others: list[str]) -> str:
+    """The shortest end of a path that names none of the other paths."""
+    parts = path.split(".")
+    ends = (".".join(parts[-depth:]) for depth in range(1, len(parts)))
+    return next((end for end in ends if not any(matches(other, end) for other in others)), path)
+
+
 def short_names(home: str, routed: list[str]) -> list[str]:
-    """The shortest suffixes of the paths that tell the projections of a block apart."""
-    relative = [path.removeprefix(f"{home}.").split(".") for path in routed]
-    names = []
-    for parts in relative:
-        for depth in range(1, len(parts) + 1):
-            if sum(other[-depth:] == parts[-depth:] for other in relative) == 1 or depth == len(parts):
-                names.append(".".join(parts[-depth:]))
-                break
-    return names
+    """The shortest ends of the paths that tell the projections of a block apart."""
+    inside = [path.removeprefix(f"{home}.") for path in routed]
+    return [shortest_end(path, [other for other in inside if other != path]) for path in inside]
