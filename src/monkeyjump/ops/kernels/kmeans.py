@@ -73,7 +73,7 @@ def nearest_kernel(x, inverse, centers, labels, counts, S, K, N, D, block_stride
         x, centers, rows, restart * K + cluster, known, S * K, N, D, block_stride, row_stride, BN, MP, BD
     )  # fmt: skip
     cosines = tl.where(known[None, :], cosines, float("-inf"))
-    best = tl.argmax(tl.reshape(cosines, (BN, TOGETHER, KP)), 2)  # of equals the first
+    best = tl.argmax(tl.reshape(cosines, (BN, TOGETHER, KP)), 2)  # the first of equals
     usable = tl.load(inverse + g * N + rows, mask=rows < N, other=0.0) > 0
     label = tl.where(usable[:, None], best, -1)
     restarts, clusters = first + tl.arange(0, TOGETHER), tl.arange(0, KP)
@@ -138,7 +138,7 @@ def nearest(x: Tensor, inverse: Tensor, centers: Tensor) -> tuple[Tensor, Tensor
     (G, N, D), (S, K) = x.shape, centers.shape[1:3]
     tile, few = _tile("nearest", x), padded(K, 2)
     blocks = row_blocks(N, tile.rows)
-    # rows of whole 16 bytes, which are read at once
+    # Rows are padded to a multiple of 16 bytes, which are read at once.
     labels = torch.empty(G, S, row_blocks(N, 16) * 16, device=x.device, dtype=torch.int8)
     counts = torch.empty(G, blocks, S, K, device=x.device, dtype=torch.int32)
     _nearest(

@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it 
 
 @functools.cache
 def padded(columns: int, least: int = 16) -> int:
-    """The next power of two, at least what a matrix instruction takes."""
+    """The next power of two, but at least the columns that a matrix instruction takes."""
     return max(least, 1 << (columns - 1).bit_length())
 
 
