@@ -79,10 +79,7 @@ class Ia3Adapter(Adapter):
 
 
 class Ia3Mixture(Ia3Adapter):
-    """N experts on one linear: scaled by 1 + sum_n g_n (l_n - 1), with the offsets as [N, width].
-
-    All experts start equal, so only different gates tell them apart: a router must not start at zero.
-    """
+    """N experts on one linear: scaled by 1 + sum_n g_n (l_n - 1), with the offsets as [N, width]."""
 
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
         scaled = Ia3Adapter.for_linear(linear, config).linear

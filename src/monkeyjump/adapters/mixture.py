@@ -1,7 +1,8 @@
 """N experts of one kind on one projection, fused into one adapter: no loop, no gather, no look at values on the host.
 
 LoRA-like experts are one adapter of rank N * r whose rank activation is multiplied by the N gates, each repeated r
-times; zero gates give exactly the top-k result. All experts of a projection see the same dropout mask.
+times; zero gates give exactly the top-k result. All experts of a projection see the same dropout mask. Experts of
+Propulsion, (IA)3 and VeRA start equal, so only different gates tell them apart: a router must not start at zero.
 
 Shapes: D, O input and output width, N experts, R rank of one expert; `...`: any leading shape, mostly [B, T].
 """
@@ -106,10 +107,7 @@ class HydraFaMixture(HydraMixture, LoraFaAdapter):
 
 
 class PropulsionMixture(PropulsionAdapter):
-    """y (1 + sum_n g_n (p_n ** degree - 1)), with the offsets p - 1 as [N, O].
-
-    All p_n start equal, so only different gates tell the experts apart: a router must not start at zero.
-    """
+    """y (1 + sum_n g_n (p_n ** degree - 1)), with the offsets p - 1 as [N, O]."""
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(in_features, out_features, config)

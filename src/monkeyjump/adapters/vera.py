@@ -100,10 +100,7 @@ class VeraAdapter(Adapter):
 
 
 class VeraMixture(VeraAdapter):
-    """N experts on one linear: sum_n g_n b_n * B (d_n * A x), with d as [N, R] and b as [N, O]; A x is formed once.
-
-    All experts start equal, so only different gates tell them apart: a router must not start at zero.
-    """
+    """N experts on one linear: sum_n g_n b_n * B (d_n * A x), with d as [N, R] and b as [N, O]; A x is formed once."""
 
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(linear.in_features, linear.out_features, config)
