@@ -103,7 +103,7 @@ class HydraMixture(LoraMixture):
 
 
 class HydraFaMixture(HydraMixture, LoraFaAdapter):
-    """The same with a frozen A."""
+    """HydraLoRA with a frozen A."""
 
 
 class PropulsionMixture(PropulsionAdapter):

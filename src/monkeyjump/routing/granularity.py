@@ -41,7 +41,7 @@ class Selection:
     queries: Tensor | None = None  # [B, T] bool, [B, 1] when pooled; None = every token
     source: Tensor | None = None  # [B, 1] or [B, T] int64 position to follow; None = each token its own
     pool: str | None = None  # "mean" or "max": the query is the pooled row instead of a token
-    mask: Tensor | None = None  # for pooling
+    mask: Tensor | None = None  # the tokens that pooling counts; None = all
 
 
 def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selection:

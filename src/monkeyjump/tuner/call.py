@@ -57,7 +57,7 @@ class MadeAhead:
 
 @dataclass(eq=False)
 class ModelCall:
-    """What the top of the model was told in one forward."""
+    """One forward of the whole model: the arguments that only its top receives, and the seeds it drew."""
 
     context: RoutingContext
     labels: Tensor | None = None
@@ -67,7 +67,7 @@ class ModelCall:
     outer: ModelCall | None = None  # the call this one was made in
     wrapped: bool = False  # whether it was opened by PEFT's wrapper, which then closes it
     entered: bool = False  # whether the base model has been entered; if not, PEFT's wrapper or the blocks opened it
-    seeds: Seeds | None = None  # of the dropout masks, one for each group of shared inputs
+    seeds: Seeds | None = None  # they make the dropout masks, one for each group of shared inputs
     ahead: MadeAhead | None = None
 
 
@@ -87,7 +87,7 @@ class BlocksCall:
     commits: int = 0  # how often the centres had been moved when it was opened
     kept: Decisions | None = None  # made by an earlier forward of the same generation
     fresh: Decisions = field(default_factory=dict)  # made by this forward
-    gates_of: Decisions = field(default_factory=dict)  # of a training forward, for its recomputation
+    gates_of: Decisions = field(default_factory=dict)  # kept from a training forward for its recomputation
     counted: list[tuple[Any, Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
     # which tokens decide for each adapter, and which are real, each with the shape that it was made for
     selections: dict[str, tuple[tuple[int, int], Selection]] = field(default_factory=dict)

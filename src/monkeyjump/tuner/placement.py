@@ -58,7 +58,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Role:
-    """What a projection is in its block."""
+    """The part that a projection plays in its block."""
 
     width: int  # of the state that enters the block
     experts: int  # gates of a router in this block
@@ -73,7 +73,7 @@ class Placement:
     blocks: tuple[Block, ...]  # the blocks that route
 
     def role(self, path: str) -> Role | None:
-        """What the projection at `path` is; None for one that is always on."""
+        """The role of the projection at `path`; None for one that is always on."""
         for block in self.blocks:
             if path in block.routed:
                 first = path == block.routed[0]

@@ -126,7 +126,7 @@ class SharedInput:
         from monkeyjump.ops.gated_lora import Projection, grouped_lora
 
         name = self.adapter_name
-        routing = members[0].routers.get(name)  # of the whole group, or none
+        routing = members[0].routers.get(name)  # one router for the whole group, or none
         places = [member.routers[name][1] for member in members] if routing else []
         given: Any = routing[0].gate_all(name, places, x) if routing else [None] * len(members)
         columns = given if isinstance(given, GateColumns) else None
@@ -195,7 +195,7 @@ class Seeds:
 
 
 class SharedInputs:
-    """All groups of a model."""
+    """Holds all groups of a model, prepares them for compilers, and draws their seeds."""
 
     def __init__(self) -> None:
         self.groups: list[SharedInput] = []

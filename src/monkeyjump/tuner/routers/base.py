@@ -103,7 +103,7 @@ class BlockRouter:
         return False
 
     def observe(self, adapter_name: str, position: int, x: Tensor, base: Tensor, gate: Tensor) -> None:
-        """Called after a routed projection, with its input, frozen output and gate: for losses on what experts do."""
+        """Take losses on what experts do. It runs after a routed projection, with its input, frozen output and gate."""
 
     def _gates_of(self, adapter_name: str) -> Tensor:
         call = running().blocks
@@ -118,7 +118,7 @@ class BlockRouter:
         )
 
     def _fitted(self, gate: Tensor, x: Tensor, adapter_name: str, position: int) -> Tensor:
-        """Gates [B, T or 1, G] in the leading shape of x: [..., G]."""
+        """Bring gates [B, T or 1, G] into the leading shape of x: [..., G]."""
         shape = self.call().shape
         if x.dim() == 2 and gate.dim() == 3:  # a module that flattens its tokens
             gate = gate.expand(*shape, -1).reshape(-1, gate.shape[-1])

@@ -15,7 +15,7 @@ from monkeyjump.tuner.routers.base import BlockRouter
 
 
 class CentroidRouter(BlockRouter):
-    """Gates without parameters or gradients: by centres, by task, or the same for all (a control)."""
+    """Makes gates without parameters or gradients: by centres, by task, or the same for all (a control)."""
 
     def collects(self) -> bool:
         return self.blocks.context.collector is not None
