@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from monkeyjump.tuner.layer import MonkeyJumpLayer
+from tests.adapters.peers import biased_llama
 from tests.contract.common import anatomy, logits
-from tests.helpers import ADAPTER_NAMES, adapted, assert_same, disturb, layers_of, mj_config, tiny_llama
+from tests.helpers import ADAPTER_NAMES, adapted, assert_same, disturb, layers_of, mj_config
 
 MERGED = ["q_proj", "v_proj", "down_proj"]  # (IA)3 scales the input of the last
 pytestmark = pytest.mark.parametrize("adapter", [*ADAPTER_NAMES, "dora", "ia3", "vera"])
@@ -28,23 +29,34 @@ def test_merging_a_routed_adapter_is_refused(adapter: str) -> None:
 
 @pytest.mark.parametrize("safe_merge", [False, True])
 def test_always_on_adapters_merge(adapter: str, safe_merge: bool) -> None:
-    model = adapted(adapter=adapter, layers_to_route=[]).eval()
-    expected, base = logits(model), logits(tiny_llama())
-    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.detach().clone()
+    """Weights and biases come out as they went in, for projections whose input or output is scaled."""
+    base = biased_llama()
+    plain, frozen = logits(base), anatomy(base)
+    model = adapted(base, adapter=adapter, layers_to_route=[], target_modules=MERGED, shared_modules=None).eval()
+    expected = logits(model)
+    before = {key: value.clone() for key, value in model.state_dict().items() if "base_layer" in key}
     model.merge_adapter(safe_merge=safe_merge)
-    merged = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
-    assert not torch.equal(merged, weight)
+    assert not any(torch.equal(model.state_dict()[key], value) for key, value in before.items() if "weight" in key)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     model.unmerge_adapter()
-    torch.testing.assert_close(merged.detach(), weight, rtol=1e-5, atol=1e-6)
+    assert_same({key: model.state_dict()[key] for key in before}, before, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     model.merge_adapter()
     with model.disable_adapter():
-        torch.testing.assert_close(logits(model), base, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits(model), plain, rtol=1e-4, atol=1e-4)
     bare = model.merge_and_unload()
     assert not any(isinstance(module, MonkeyJumpLayer) for module in bare.modules())
-    assert anatomy(bare) == anatomy(tiny_llama())
+    assert anatomy(bare) == frozen
     torch.testing.assert_close(logits(bare), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_double_precision_base_comes_out_in_double_precision(adapter: str) -> None:
+    model = adapted(adapter=adapter, layers_to_route=[]).double()
+    layer = next(iter(layers_of(model).values()))
+    weight = layer.get_base_weight().data.div_(3).clone()  # no longer a number of single precision
+    layer.merge()
+    layer.unmerge()
+    torch.testing.assert_close(layer.get_base_weight().data, weight, rtol=1e-12, atol=1e-12)
 
 
 def test_merge_twice_is_once(adapter: str) -> None:
@@ -73,7 +85,7 @@ def test_a_safe_merge_that_is_refused_merges_nothing(adapter: str) -> None:
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_adapters_that_are_active_together_merge_into_what_they_compute(adapter: str, one_by_one: bool) -> None:
     """Each adds what it adds to the frozen output, in any order; taking them out gives the frozen weights back."""
-    base = tiny_llama(attention_bias=True)
+    base = biased_llama()
     plain = {"adapter": adapter, "layers_to_route": [], "target_modules": MERGED, "shared_modules": None}
     model = adapted(base, **plain)
     before = {key: value.clone() for key, value in model.state_dict().items() if "base_layer" in key}

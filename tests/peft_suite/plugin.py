@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import types
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,8 +85,10 @@ def _randomize(model: torch.nn.Module, adapter_name: str) -> None:
         adapters: Any = getattr(layer, "monkeyjump_adapter", {})
         if isinstance(layer, BaseTunerLayer) and adapter_name in adapters:
             for name, parameter in adapters[adapter_name].named_parameters():
-                small = 0.02 if name.endswith("offset") else 0.2  # an offset may be raised to the 15th power
-                parameter.copy_(small * torch.randn(parameter.shape))
+                # At 0.2, a model with every linear adapted amplifies rounding: merging then missed PEFT's tolerance of
+                # 1e-4 for 16 of 4,000 seeds (DeBERTa-v2). At 0.1 the worst seed of 1,000 is at 3 % of it.
+                scale = 0.02 if name.endswith("offset") else 0.1  # an offset may be raised to the 15th power
+                parameter.copy_(scale * torch.randn(parameter.shape))
 
 
 def _with_task_ids(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -139,6 +142,11 @@ class Swap:
         for kind in self.classes:
             values = [configs.translated(value, kind) for value in _values(row)]
             yield pytest.param(*values)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Give every test a seed of its own: torch starts from another one in every process, and PEFT sets few."""
+        torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         others = [item for item in items if method_of_item(item) is None]

@@ -1,4 +1,4 @@
-"""What one expert adds to one linear."""
+"""Adapters: each module defines what one expert adds to one linear."""
 
 from monkeyjump.adapters.adalora import AdaLoraAdapter
 from monkeyjump.adapters.base import ADAPTERS, Adapter, BaseLinear, Gate, register

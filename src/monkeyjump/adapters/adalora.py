@@ -58,8 +58,8 @@ class AdaLoraAdapter(LoraAdapter):
                 self.register_buffer(f"uncertainty_{factor}", torch.zeros(shape))
             self.register_buffer("allocations", torch.zeros((), dtype=torch.int64))
         self.per_token = self.allocates and self.option("score_per_token", config)
-        # Tokens sent to each expert since the last allocation, then all there were, [N + 1]; None: nobody has counted.
-        # No buffer: data-parallel training would overwrite those of other ranks inside an accumulated batch.
+        # The tokens sent to each expert since the last allocation, then all tokens, [N + 1]; None if nobody counted.
+        # It is no buffer: data-parallel training would overwrite those of other ranks inside an accumulated batch.
         self.tokens: Tensor | None = None
 
     @classmethod
@@ -84,7 +84,7 @@ class AdaLoraAdapter(LoraAdapter):
         return found
 
     def reset_parameters(self) -> None:
-        """Random factors and a diagonal of zeros: were B zero as well, nothing would have a gradient."""
+        """Draw the factors and zero the diagonal: were B zero as well, nothing would have a gradient."""
         nn.init.normal_(self.A, std=0.02)
         nn.init.normal_(self.B, std=0.02)
         if "diagonal" in self._parameters:  # LoRA's constructor resets before there is one
@@ -103,7 +103,7 @@ class AdaLoraAdapter(LoraAdapter):
 
     @classmethod
     def auxiliary_total(cls, adapters: Sequence[Self]) -> tuple[Tensor, int]:
-        """All factors of one shape in one product, whatever the other factor of their adapter, and one norm for all."""
+        """Compute the loss of many adapters with one product for all factors of one shape, and one norm for all."""
         stacks: dict[tuple[int, int], dict[tuple, list[Tensor]]] = {}  # (experts, ranks of one) -> shape -> factors
         for adapter in adapters:
             alike = stacks.setdefault((adapter.experts, adapter.A.shape[0] // adapter.experts), {})
@@ -123,7 +123,7 @@ class AdaLoraAdapter(LoraAdapter):
         return functools.reduce(torch.add, totals), len(adapters)
 
     def count_tokens(self, counts: Tensor) -> None:
-        """Add one training forward: the tokens that were sent to each expert, then all there were, [N + 1]."""
+        """Add the counts of one training forward: the tokens sent to each expert, then all tokens, [N + 1]."""
         self.tokens = counts if self.tokens is None else self.tokens + counts
 
     @torch.no_grad()
@@ -143,10 +143,10 @@ class AdaLoraAdapter(LoraAdapter):
         self.tokens = None
 
     def _smooth(self, factor: str, importance: Tensor, shown: Tensor | None = None) -> None:
-        """One step of both averages; entries that have not `shown` anything keep theirs."""
+        """Update both averages; entries that have not `shown` anything keep theirs."""
         beta1, beta2 = self.smoothing
         sensitivity, uncertainty = getattr(self, f"sensitivity_{factor}"), getattr(self, f"uncertainty_{factor}")
-        if shown is not None:  # at its own average an entry's sensitivity does not move
+        if shown is not None:  # an average that is fed its own value does not move
             importance = torch.where(shown, importance, sensitivity)
         sensitivity.mul_(beta1).add_(importance, alpha=1 - beta1)
         deviation = (importance - sensitivity).abs()

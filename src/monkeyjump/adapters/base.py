@@ -1,4 +1,4 @@
-"""What every adapter is: one small module that adds its part to the output of one frozen linear."""
+"""The base class of adapters: small modules that add their part to the output of one frozen linear."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Adapter(Fp32Module):
     """
 
     name: ClassVar[str]
-    # N experts of this kind on one linear as one adapter, called with the linear, the config and N; its gate: [..., N]
+    # makes one adapter of N experts of this kind on one linear, from the linear, the config and N; its gate is [..., N]
     mixture: ClassVar[Callable[[BaseLinear, MonkeyJumpConfig, int], Adapter] | None] = None
     # settings of its own, set by config.adapter_options: a default, or a `setting` with its help and its rule
     options: ClassVar[dict[str, Any]] = {}
@@ -110,7 +110,7 @@ class Adapter(Fp32Module):
         return out + self.delta(x, base, gate).to(out.dtype)
 
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
-        """`weight` [O, D] and `bias` of the base with the always-on adapter folded in (sign +1) or taken out (-1)."""
+        """The base's `weight` [O, D] and `bias`, at least fp32, with the adapter added (sign +1) or taken out (-1)."""
         raise NotImplementedError
 
     def auxiliary_loss(self) -> Tensor | None:

@@ -12,8 +12,8 @@ mixtures, mean gates and the gradient of a learned router rely on it.
 As in the paper and in PEFT, n is a constant for the gradient, and dropout, when it acts, also acts on the W x of the
 delta. The norm is taken in fp32, also for a base in bf16, without forming V (`ops.row_norms`).
 
-Stored is m - ||W||, whose neutral value is 0: weight decay pulls towards the magnitude of the base, and the start is
-exactly the identity on every device and in every dtype, because m and n are then the same number.
+The adapter stores m - ||W||, whose neutral value is 0: weight decay pulls towards the magnitude of the base, and the
+start is exactly the identity on every device and in every dtype, because m and n are then the same number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from monkeyjump.ops import reference as ops
 class DoraAdapter(LoraAdapter):
     name = "dora"
     linear: BaseLinear | None = None
-    folded: Tensor | None = None  # m / n of the last merge: the merged weight no longer tells it
+    folded: Tensor | None = None  # m / n of the last merge, which the merged weight no longer tells
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
@@ -80,9 +80,9 @@ class DoraAdapter(LoraAdapter):
         update = (self.B * self.strength(None)) @ self.A
         if sign > 0:
             self.folded = self.factors(weight).detach()
-            return (self.folded[:, None] * (weight.float() + update)).to(weight.dtype), bias
+            return self.folded[:, None] * (weight + update), bias
         assert self.folded is not None
-        return (weight.float() / self.folded.to(weight.device)[:, None] - update).to(weight.dtype), bias
+        return weight / self.folded.to(weight.device)[:, None] - update, bias
 
 
 class DoraMixture(LoraMixture, DoraAdapter):

@@ -7,8 +7,8 @@ Both are linear in the gate: 0 is the frozen output, 1 is PEFT's (IA)3. Which mo
 `adapter_options={"feedforward_modules": [...]}`, names or ends of paths; by default those PEFT names for any model
 (down_proj, fc2, ...). An input-scaled module costs a second product with the base weight.
 
-Stored is l - 1, whose neutral value is 0: weight decay pulls towards the identity, not towards a vanishing output, and
-a scaling far below the resolution of bf16 around 1 is kept.
+The adapter stores l - 1, whose neutral value is 0: weight decay pulls towards the identity, not towards a vanishing
+output, and a scaling far below the resolution of bf16 around 1 is kept.
 """
 
 from __future__ import annotations
@@ -71,19 +71,15 @@ class Ia3Adapter(Adapter):
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         factor = (1 + self.ia3_offset) ** sign
         if self.linear is not None:
-            return (weight.float() * factor).to(weight.dtype), bias
-        scaled = (weight.float() * factor[:, None]).to(weight.dtype)
-        return scaled, None if bias is None else (bias.float() * factor).to(bias.dtype)
+            return weight * factor, bias
+        return weight * factor[:, None], None if bias is None else bias * factor
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scales={'output' if self.linear is None else 'input'}"
 
 
 class Ia3Mixture(Ia3Adapter):
-    """N experts on one linear: scaled by 1 + sum_n g_n (l_n - 1), with the offsets as [N, width].
-
-    All experts start equal, so only different gates tell them apart: a router must not start at zero.
-    """
+    """N experts on one linear: scaled by 1 + sum_n g_n (l_n - 1), with the offsets as [N, width]."""
 
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
         scaled = Ia3Adapter.for_linear(linear, config).linear

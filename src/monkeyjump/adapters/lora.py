@@ -70,4 +70,4 @@ class LoraAdapter(Adapter):
 
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         delta = (self.B * self.strength(None)) @ self.A
-        return (weight.float() + sign * delta).to(weight.dtype), bias
+        return weight + sign * delta, bias

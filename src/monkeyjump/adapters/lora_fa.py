@@ -22,7 +22,7 @@ from monkeyjump.ops import reference as ops
 class LoraFaAdapter(LoraAdapter):
     name = "lora_fa"
     fused = True
-    # PEFT's LoRA-FA optimizer: the change of the weight is then the nearest to the full gradient.
+    # As with PEFT's LoRA-FA optimizer, the change of the weight is then the nearest to the full gradient.
     options: ClassVar[dict[str, Any]] = {"project_gradient": flag("B's gradient becomes g (A A^T)^-1 / scale^2.")}
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:

@@ -1,7 +1,8 @@
 """N experts of one kind on one projection, fused into one adapter: no loop, no gather, no look at values on the host.
 
 LoRA-like experts are one adapter of rank N * r whose rank activation is multiplied by the N gates, each repeated r
-times; zero gates give exactly the top-k result. All experts of a projection see the same dropout mask.
+times; zero gates give exactly the top-k result. All experts of a projection see the same dropout mask. Experts of
+Propulsion, (IA)3 and VeRA start equal, so only different gates tell them apart: a router must not start at zero.
 
 Shapes: D, O input and output width, N experts, R rank of one expert; `...`: any leading shape, mostly [B, T].
 """
@@ -34,7 +35,7 @@ def mixture_of(config: MonkeyJumpConfig, linear: BaseLinear, experts: int) -> Ad
 
 
 def mixture_problems(config: MonkeyJumpConfig) -> list[str]:
-    """Whether there is such a mixture."""
+    """What is wrong with a configuration that asks for a mixture which does not exist."""
     if config.placement in ("block", "nested") or config.adapter in MIXTURES:
         return []
     if config.placement == "projection" and ADAPTERS.get(config.adapter).mixture is not None:
@@ -53,10 +54,7 @@ class LoraMixture(LoraAdapter):
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
         wide, options = copy.copy(config), config.adapter_options or {}
-        wide.r, wide.alpha = (
-            experts * config.r,
-            experts * config.alpha,
-        )  # all ranks in one adapter, at the same alpha / r
+        wide.r, wide.alpha = experts * config.r, experts * config.alpha  # all ranks at the same alpha / r
         if options.get("target_r") is not None:
             wide.adapter_options = {**options, "target_r": experts * options["target_r"]}
         super().__init__(in_features, out_features, wide)
@@ -105,14 +103,11 @@ class HydraMixture(LoraMixture):
 
 
 class HydraFaMixture(HydraMixture, LoraFaAdapter):
-    """The same with a frozen A."""
+    """HydraLoRA with a frozen A."""
 
 
 class PropulsionMixture(PropulsionAdapter):
-    """y (1 + sum_n g_n (p_n ** degree - 1)), with the offsets p - 1 as [N, O].
-
-    All p_n start equal, so only different gates tell the experts apart: a router must not start at zero.
-    """
+    """y (1 + sum_n g_n (p_n ** degree - 1)), with the offsets p - 1 as [N, O]."""
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(in_features, out_features, config)

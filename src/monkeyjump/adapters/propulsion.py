@@ -1,7 +1,7 @@
 """Propulsion: the output, bias included, times p ** degree (Kowsher et al., 2024).
 
-Stored as the offset p - 1, whose neutral value is 0: weight decay then pulls towards the identity instead of towards a
-vanishing output, and bf16 keeps its resolution where it matters.
+The adapter stores the offset p - 1, whose neutral value is 0: weight decay then pulls towards the identity instead of
+towards a vanishing output, and bf16 keeps its resolution where it matters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PropulsionAdapter(Adapter):
         nn.init.zeros_(self.offset)
 
     def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
-        """In one kernel in eager mode, for a gate that is not trained and is one number per token."""
+        """One kernel does it in eager mode, for a gate that is not trained and is one number per token."""
         fits = base is out and self.offset.dim() == 1 and not torch.compiler.is_compiling() and fits_tokens(gate, base)
         fits = fits and (gate is None or not (gate.requires_grad or gate.shape[-1] > 1))
         if not fits or not dispatch.uses_kernels(base):
@@ -50,5 +50,4 @@ class PropulsionAdapter(Adapter):
 
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         factor = (1 + self.offset) ** (sign * self.degree)
-        scaled = (weight.float() * factor[:, None]).to(weight.dtype)
-        return scaled, None if bias is None else (bias.float() * factor).to(bias.dtype)
+        return weight * factor[:, None], None if bias is None else bias * factor

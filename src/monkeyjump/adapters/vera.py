@@ -1,7 +1,7 @@
 """VeRA: gate * b * B (d * A dropout(x)) with frozen random A and B that all layers share (Kopiczko et al., 2024).
 
-Only the vectors d [R] and b [O] are trained; b starts at zero. There is no alpha / r, as in the paper and in PEFT; the
-rank costs one number each, so use a large one (256 is the paper's).
+Only the vectors d [R] and b [O] are trained; b starts at zero. There is no alpha / r, as in the paper and in PEFT. A
+rank costs only one trained number, so use a large r (the paper uses 256).
 
 A and B are not saved: with r = 256 they would make the file of a LoRA of that rank, once for each projection. They are
 derived from `projection_seed` by integer arithmetic on the position of each entry, so every machine, device and
@@ -96,14 +96,11 @@ class VeraAdapter(Adapter):
     def merged(self, weight: Tensor, bias: Tensor | None, sign: int) -> tuple[Tensor, Tensor | None]:
         A_T, B = self.projections(self.lambda_d.device, torch.float32)
         delta = (self.lambda_b[:, None] * B) @ (self.lambda_d * A_T).T
-        return (weight.float() + sign * delta).to(weight.dtype), bias
+        return weight + sign * delta, bias
 
 
 class VeraMixture(VeraAdapter):
-    """N experts on one linear: sum_n g_n b_n * B (d_n * A x), with d as [N, R] and b as [N, O]; A x is formed once.
-
-    All experts start equal, so only different gates tell them apart: a router must not start at zero.
-    """
+    """N experts on one linear: sum_n g_n b_n * B (d_n * A x), with d as [N, R] and b as [N, O]; A x is formed once."""
 
     def __init__(self, linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> None:
         super().__init__(linear.in_features, linear.out_features, config)

@@ -1,8 +1,8 @@
-"""The mixtures that Monkey Jump is compared with, one function each: protocol in, settings out.
+"""The mixtures that Monkey Jump is compared with; one function each turns the name of a protocol into settings.
 
 In the `mj_paper` protocol all have the paper's targets (q, k, v, o, gate), rank 2, alpha 5, dropout 0.05, four experts
-and top-2; only what makes a method itself differs. Learning rates are the recipe's business. Everywhere: all experts of
-a projection share one dropout mask, where the authors' loops draw one each.
+and top-2; they differ only in what makes each method itself. Learning rates belong to recipes. In every method all
+experts of a projection share one dropout mask, where the authors' loops draw one each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Methods as presets: a name and a few overrides in, a configuration for `get_peft_model` out.
+"""Methods as presets: `build` turns a name and a few overrides into a configuration for `get_peft_model`.
 
 Every preset exists in two protocols. `published` is the method as its own authors run it; `mj_paper` is the matched
 comparison of the Monkey Jump paper: the same targets, rank, scale and dropout for every method.
@@ -39,7 +39,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> str:
-    """The paper of a method, what of it is matched and what is not."""
+    """The description of a method: its paper, what of it is matched, and what is not."""
     return inspect.getdoc(METHODS.get(name)) or ""
 
 

@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: the mathematics of adapters and routers, and the only place that imports Triton.
+"""The mathematics of adapters and routers, as functions of tensors, and the only place that imports Triton.
 
 `dispatch` decides whether the kernels or torch compute; `reference` defines every op in torch. A projection's product
 goes through `gated_lora` (one autograd node for the projections that read one input), `grouped_products` (the products

@@ -1,4 +1,4 @@
-"""Decides whether torch or Triton computes, and has the switch for users who know better.
+"""This module decides whether torch or Triton computes, and has the switch for users who know better.
 
 The switch is `MONKEYJUMP_OPS=torch|triton|auto`, or `with implementation("torch"): ...` around the calls, which wins.
 `auto` takes the kernels on a CUDA device.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # found here: a compiler cannot trace the search
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # searched for here, since a compiler cannot trace it
 CHOICES = ("auto", "torch", "triton")
 _override: str | None = None
 
@@ -34,7 +34,7 @@ def implementation(choice: str) -> Iterator[None]:
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Whether Triton kernels work on x. They do not follow autocast's rules: what it would cast is left to torch."""
+    """Whether Triton kernels work on x. They do not follow autocast, so what autocast would cast is left to torch."""
     choice = _override or ENVIRONMENT
     if choice == "torch" or type(x) not in PLAIN or autocast_dtype(x) not in (None, x.dtype):
         return False
@@ -50,7 +50,7 @@ def uses_kernels(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast makes of the operands of a product with x; None where it is off."""
+    """The dtype to which autocast casts the operands of a product with x; None where autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 

@@ -23,15 +23,7 @@ import torch
 from torch import Tensor
 
 from monkeyjump.ops.grouped_products import DIRECT, REGISTERED, Places, Products, drawn_seed, strengths_of
-from monkeyjump.ops.lowrank import (
-    Frozen,
-    GateColumns,
-    Projection,
-    gate_rows,
-    new_seed,
-    rank_gradients,
-    rows_of,
-)
+from monkeyjump.ops.lowrank import Frozen, GateColumns, Projection, gate_rows, new_seed, rank_gradients, rows_of
 from monkeyjump.ops.registration import composed
 
 
@@ -53,7 +45,7 @@ def grouped_lora(
     traced = torch.compiler.is_compiling()
     if dropout == 0:
         seed = None
-    elif seed is None:  # an op of its own draws it in a graph: the compiler takes two kernels for it
+    elif seed is None:  # in a graph an op draws it: the compiler's own code takes two kernels
         seed = drawn_seed(x) if traced else new_seed(x.device)
     gates = [projection.gate for projection in projections if projection.gate is not None]
     number, firsts = gates[0].shape[-1] if gates else 1, (0,) * len(projections)
@@ -142,7 +134,7 @@ class _GroupedLora(torch.autograd.Function):
         return (*given, *dAs, *dBs, *dgates, *ddiagonals)
 
 
-# Without the checks for functorch's transforms, which take as long as a launch and none of which this op supports.
+# This leaves out the checks for functorch's transforms, which take as long as a launch; this op supports none of them.
 _apply = super(torch.autograd.Function, _GroupedLora).apply
 
 

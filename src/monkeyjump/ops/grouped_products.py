@@ -22,7 +22,7 @@ from monkeyjump.ops.kernels.tiles import FEW_TOKENS
 from monkeyjump.ops.lowrank import Dropout, Frozen, Strengths, Update, new_seed
 from monkeyjump.ops.registration import registered, shapes_of
 
-# A compiler need not copy an input to give it the layout it was traced with: the functions make rows dense themselves.
+# The functions make rows dense themselves, so a compiler need not copy inputs to the layout they were traced with.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 # The tokens that share a row of gates, G, and the first column of every projection in its tensor of gates.
 Places = list[int]
@@ -44,7 +44,7 @@ def strengths_of(scale: float, gates: Sequence[Tensor], diagonals: Sequence[Tens
 
 
 def kept_dtype(x: Tensor, gated: bool) -> torch.dtype:
-    """The dtype in which backward finds z: that of x, but fp32 where gates have a gradient, which z alone makes."""
+    """The dtype in which z is kept for backward: that of x, but fp32 where gates have a gradient, which z makes."""
     return torch.float32 if gated else x.dtype
 
 
@@ -79,14 +79,14 @@ def outputs(x: Tensor, frozen: Frozen, update: Update, keep: torch.dtype) -> tup
     bases = [F.linear(x, weight, bias) for weight, bias in zip(frozen.weights, frozen.biases, strict=True)]
     ys = bases
     if len(bases) < len(update.Bs):
-        # They are taken apart while the updates are added: what backward keeps of one must not keep the others.
+        # Adding the updates copies each out of the common tensor: one that backward keeps must not keep the others.
         bases = list(bases[0].split_with_sizes(update.widths, 1))
         ys = [base.new_empty(base.shape) for base in bases]
     return ys, lora.down_up(x, update, bases, ys, keep)
 
 
 def _update_first(x: Tensor, frozen: Frozen, update: Update, keep: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """The same. The kernel writes the updates and the products add to them, so that the kernel need not read."""
+    """`outputs` in the other order: the kernel writes the updates, and the products add to them, which saves a read."""
     weights, biases = frozen.by_projection(update.widths)
     ys = [x.new_empty(x.shape[0], width) for width in update.widths]
     z, kept = lora.down_kept(x, update, keep)
@@ -159,7 +159,7 @@ def _new_gradients(dys, x, z, ups, As, with_dx: bool) -> tuple[Tensor, Tensor]:
 def down_gradients(dys, x, dz, partial, weights, As, dropout, with_dx: bool) -> tuple[Tensor, Tensor]:
     """(dx [N, D] by the ranks and by the weights; all dB, added up of their partial sums, and with x all dA).
 
-    The ranks come first: a product adds its result to what is there while it writes it, a kernel would have to read it.
+    The ranks come first: a product adds to what is there while it writes, which a kernel would have to read first.
     """
     x, As = None if x is None else x.contiguous(), [A.contiguous() for A in As]
     dx = torch.empty(dz.shape[0], As[0].shape[1], dtype=dys[0].dtype, device=dz.device) if with_dx else None
@@ -174,7 +174,7 @@ def down_gradients(dys, x, dz, partial, weights, As, dropout, with_dx: bool) -> 
 
 
 def _joined_where_narrow(dys: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients, with neighbours put together that are narrow."""
+    """The gradients, with narrow neighbours joined into one."""
     groups: list[list[Tensor]] = []
     for dy in dys:
         if groups and dy.shape[1] <= NARROW_GRADIENT and groups[-1][-1].shape[1] <= NARROW_GRADIENT:
@@ -199,8 +199,8 @@ REGISTERED = Products(forward_op, backward_op, up_backward_op, down_backward_op)
 def drawn_seed(like: Tensor) -> Tensor:
     """A seed for the mask of `like`, on its device.
 
-    The compiler takes two calls with one tensor for one. Called with a weight, a block that runs twice in a graph would
-    have the same mask twice.
+    The compiler merges two calls with the same tensor. If `like` were a weight, a block that runs twice in one graph
+    would use the same mask twice.
     """
     return new_seed(like.device)
 

@@ -1,7 +1,7 @@
-"""Cross-entropy of a frozen linear head without its logits: [N, V] never exists, only a chunk of its rows at a time.
+"""Cross-entropy of a frozen linear head that never holds all logits [N, V], only a chunk of their rows at a time.
 
-With a frozen head the one gradient that is needed is that of the hidden states, and it is known as soon as the logits
-of a row are: forward keeps it ([N, D]) in place of the logits.
+With a frozen head only the hidden states need a gradient, and it is known as soon as the logits of a row are. So
+forward keeps that gradient ([N, D]) in place of the logits.
 
 Shapes: N tokens, D hidden width, V vocabulary, C rows of a chunk.
 """
@@ -30,12 +30,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             where, weighted = safe[part].unsqueeze(1), factor[part].unsqueeze(1)
-            # rounded to the dtype of the model first, as the logits it would return are
+            # The model would return logits in its own dtype, so they are rounded to it first.
             logits = F.linear(hidden[part], weight, bias).float()
             log_sum = logits.logsumexp(1, keepdim=True)
             total = total + ((log_sum - logits.gather(1, where)) * weighted).sum()
             if grad is not None:
-                # d loss / d logits = softmax - one hot; in place, the logits are not needed again
+                # d loss / d logits = softmax - one hot, computed in place: the logits are not needed again
                 d_logits = logits.sub_(log_sum).exp_()
                 d_logits.scatter_(1, where, d_logits.gather(1, where) - 1).mul_(weighted)
                 torch.matmul(d_logits.to(hidden.dtype), weight, out=grad[part])
@@ -68,7 +68,7 @@ def linear_cross_entropy(
     if divisor is None:
         divisor = (targets != IGNORE).sum()
     if not isinstance(divisor, Tensor):
-        divisor = torch.full((), float(divisor), device=hidden.device)  # a fill: no copy from the host
+        divisor = torch.full((), float(divisor), device=hidden.device)  # filled on the device, not copied from the host
     scale = divisor.to(hidden.device).float().reciprocal()
     rows = max(1, chunk_elements // weight.shape[0])
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, scale, rows)

@@ -1,4 +1,4 @@
-"""The parts of a gated low-rank update as the kernels take them: tensors, dropout mask, factors; and their gradients.
+"""The parts of a gated low-rank update as the kernels take them (tensors, dropout mask, factors), and their gradients.
 
 Shapes: N tokens, D and O input and output width, M projections, R rank of one A, C columns of B, G gates of a token.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """[..., W] as dense rows [N, W], which is what the kernels read; a copy only where it has to be."""
+    """[..., W] as dense rows [N, W], which is what the kernels read; it is copied only where it has to be."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 

@@ -91,7 +91,7 @@ def project_up(z: Tensor, B: Tensor, gate: Tensor | float) -> Tensor:
 def hashed_bits(count: int, seed: Tensor) -> Tensor:
     """`count` pseudo-random 32-bit numbers, entry i a pure function of (seed, i): the murmur3 finaliser.
 
-    Integer arithmetic only: the same bits on every device, in every kernel and in every version.
+    It uses integer arithmetic only, so it gives the same bits on every device, in every kernel and in every version.
     """
     low32 = 0xFFFFFFFF
     bits = torch.arange(count, device=seed.device, dtype=torch.int64)
@@ -120,20 +120,20 @@ def row_norms(weight: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
 def keep_mask(shape: torch.Size, seed: Tensor, dropout: float) -> Tensor:
     """A Bernoulli(1 - dropout) mask that a backward pass can make again from its seed instead of keeping it.
 
-    One round of mixing, where `hashed_bits` has two: a mask is made anew in every pass over x, and on a GPU, counting
+    It mixes once, where `hashed_bits` mixes twice: a mask is made anew in every pass over x, and on a GPU, counting
     instructions, the integer work of two rounds takes about as long as reading x.
     """
     low32 = 0xFFFFFFFF
     bits = torch.arange(shape.numel(), device=seed.device, dtype=torch.int64)
     # The seed comes before the factor: inductor would fold the factor into a 32-bit index expression.
     bits = ((bits + seed) * 0x9E3779B1) & low32
-    # ... and again after it, or the masks of all seeds would be windows of one sequence.
+    # It is added again after the factor, or the masks of all seeds would be windows of one sequence.
     bits = (((bits ^ (bits >> 15)) + seed * 0xC2B2AE35) * 0x85EBCA6B) & low32
     return (bits >= int(dropout * 2**32)).view(shape)
 
 
 class SeededDropoutLinear(torch.autograd.Function):
-    """A dropout(x) for a frozen A. Keeps the seed for backward: neither x nor its mask (an input-sized tensor each)."""
+    """A dropout(x) for a frozen A. Backward keeps the seed, and neither x nor its mask, which is as large as x."""
 
     @staticmethod
     def forward(x: Tensor, A: Tensor, seed: Tensor, dropout: float) -> Tensor:
@@ -160,14 +160,14 @@ def power_minus_one(offset: Tensor, degree: int) -> Tensor:
 
 
 class PowerMinusOne(torch.autograd.Function):
-    """By repeated squaring: a compiler repeats this for every token, and log1p and expm1 would cost more than the rest.
+    """Repeated squaring: a compiler repeats this for every token, and log1p and expm1 would cost more than the rest.
 
-    Keeps the offset alone; its derivative needs no steps of the forward.
+    Backward keeps the offset alone, since the derivative needs no steps of the forward.
     """
 
     @staticmethod
     def forward(offset: Tensor, degree: int) -> Tensor:
-        f = offset.clone() if degree == 1 else offset  # an output is not its input
+        f = offset.clone() if degree == 1 else offset  # autograd wants an output that is not the input
         for bit in f"{degree:b}"[1:]:
             f = f * (f + 2)  # (1 + f) ** 2 - 1
             if bit == "1":
@@ -182,7 +182,7 @@ class PowerMinusOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (offset,) = ctx.saved_tensors
-        # d/do (1 + o) ** n = n (1 + o) ** (n - 1), as few products: no logarithm, so of any sign
+        # d/do (1 + o) ** n = n (1 + o) ** (n - 1), by products and not by a logarithm: 1 + o may have any sign
         p, power = 1 + offset, torch.ones_like(offset)
         for bit in f"{ctx.degree - 1:b}":
             power = power * power

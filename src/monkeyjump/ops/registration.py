@@ -1,4 +1,4 @@
-"""Registers the ops that torch.compile sees, so that a call costs the host little.
+"""Registration of the ops that torch.compile sees, so that a call costs the host little.
 
 `torch.library.custom_op` puts Python around every call, for what a compiled graph has no use for: a gradient formula
 that was taken apart when the graph was traced, a search for outputs that are inputs, a switch between implementations.
@@ -35,9 +35,9 @@ def registered(
 def composed(name: str) -> Callable[[Function], torch._ops.OpOverload]:
     """Make a function of autograd functions and registered ops one node where a model is traced.
 
-    It is taken apart with its gradient before the graph is compiled, which is left with the ops alone. The compiler
-    keeps its results on disk by the name of what was traced. So the name has the version of the package; who takes it
-    apart in another way between two versions, or changes the arguments of the ops, gives it another name.
+    The compiler decomposes it, with its gradient, before it compiles the graph, in which only the ops remain. It keeps
+    results on disk by the name of what was traced, so the name holds the version of the package. Whoever changes the
+    decomposition, or the arguments of the ops, between two versions must change the name.
     """
     name = f"{name}_{__version__.replace('.', '_')}"
 
@@ -50,7 +50,7 @@ def composed(name: str) -> Callable[[Function], torch._ops.OpOverload]:
 
 
 def shapes_of(op: torch._ops.OpOverload) -> Callable[[Function], Function]:
-    """What a compiler calls in place of the op: the same shapes and dtypes, no values."""
+    """Register what a compiler calls in place of the op: it gives tensors of the same shapes and dtypes, no values."""
     return torch.library.register_fake(op, lib=LIBRARY)
 
 
@@ -63,7 +63,7 @@ def _defined(
 
 
 def _counting_writes(op: torch._ops.OpOverload, function: Function) -> Function:
-    """The function, which afterwards tells autograd that the tensors it has written hold other values."""
+    """Wrap the function so that it tells autograd afterwards which tensors it has written."""
     arguments = op._schema.arguments
     places = [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
 

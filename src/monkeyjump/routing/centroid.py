@@ -1,6 +1,6 @@
-"""The centroid router: tokens against one centre per projection, no parameters and no gradients.
+"""The centroid router compares tokens with one centre per projection. It has no parameters and no gradients.
 
-Centres follow the tokens: statistics are staged by one training forward and committed by the next.
+Centres follow the tokens: one training forward stages statistics and the next one commits them.
 
 Shapes: B batch, T tokens, D hidden width, E routed projections of the block, P projections of all blocks together.
 """
@@ -48,7 +48,7 @@ def decide(
         with torch.autocast(h.device.type, enabled=False):
             return decide(h, centers, mean, selection, config, training=training, into=into)
     member_k = 1 if config.ema_assign == "top1" else config.top_k
-    # The kernel knows cosines, of every token by itself, with nothing drawn at random.
+    # The kernel only computes cosines of every token by itself, and draws no noise.
     plain = selection.pool is None and selection.source is None and mean is None and config.mean_gate is None
     plain = plain and config.similarity == "cosine" and not (training and config.jitter > 0)
     if plain and dispatch.uses_kernels(h):
@@ -84,7 +84,7 @@ def uniform_gates(h: Tensor, experts: int, config: MonkeyJumpConfig) -> Tensor:
 
 
 def shuffled_gates(gates: Tensor, mask: Tensor | None) -> Tensor:
-    """The control that keeps the gates and breaks their tie to the token: permuted over the real tokens of the batch.
+    """The control that breaks the tie between gates and tokens: gates are permuted over the real tokens of the batch.
 
     Gates that a whole row shares ([B, 1, E]) are permuted over the rows.
     """
@@ -93,8 +93,8 @@ def shuffled_gates(gates: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or mask.numel() != flat.shape[0]:
         return flat[keys.argsort()].view_as(gates)
     padding = ~mask.flatten().to(flat.device)
-    order = (keys + padding).argsort()  # the real tokens at random, then the padding
-    places = padding.long().argsort(stable=True)  # the real tokens in order, then the padding
+    order = (keys + padding).argsort()  # first the real tokens at random, then the padding
+    places = padding.long().argsort(stable=True)  # first the real tokens in order, then the padding
     return torch.empty_like(flat).index_copy_(0, places, flat[order]).view_as(gates)
 
 

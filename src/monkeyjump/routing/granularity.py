@@ -41,7 +41,7 @@ class Selection:
     queries: Tensor | None = None  # [B, T] bool, [B, 1] when pooled; None = every token
     source: Tensor | None = None  # [B, 1] or [B, T] int64 position to follow; None = each token its own
     pool: str | None = None  # "mean" or "max": the query is the pooled row instead of a token
-    mask: Tensor | None = None  # for pooling
+    mask: Tensor | None = None  # the tokens that pooling counts; None = all
 
 
 def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selection:
@@ -50,7 +50,7 @@ def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selecti
     inputs = _without_generated(inputs)
     if sequence_token in ("mean", "max"):
         segments = inputs.segments
-        # the one look at values here, where packing is an error; a compiler cannot look
+        # This is the only look at values here, to tell packing from a single sequence; a compiler cannot look.
         if segments is not None and (torch.compiler.is_compiling() or bool((segments != segments[:, :1]).any())):
             raise ConfigError(
                 f"sequence_token={sequence_token!r} cannot pool several packed sequences in one row: "
@@ -105,7 +105,7 @@ def segments_of(position_ids: Tensor | None, seq_idx: Tensor | None) -> Tensor |
 
 
 def _without_generated(inputs: CallInputs) -> CallInputs:
-    """Without a KV cache the generated tokens come along; they do not decide, whatever the pooling."""
+    """Mask the generated tokens, which come along without a KV cache: they never take part in a decision."""
     B, T = inputs.shape
     if inputs.generated_from is None or inputs.generated_from >= T:
         return inputs
@@ -121,7 +121,7 @@ def _prompt_mask(inputs: CallInputs) -> Tensor:
         answered = (inputs.labels != IGNORE).long()
         if inputs.segments is None:
             return real & (answered.cumsum(1) == 0)
-        # answers seen so far within the token's own segment: the running total less the total before the segment
+        # A token counts the answers so far within its own segment: the running total less that before the segment.
         before = answered.cumsum(1) - answered
         start = torch.full_like(before, T).scatter_reduce(1, inputs.segments, positions, "amin")
         offset = before.gather(1, start.gather(1, inputs.segments).clamp(max=T - 1))

@@ -123,7 +123,7 @@ class _Fits:
 
 
 def _lloyd(tokens: Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _Fits:
-    """Runs every restart until it has converged; the next look at the device leaves those out that have."""
+    """Run every restart until it has converged; the next look at the device leaves out those that have."""
     done = torch.zeros(centers_GSKD.shape[:2], dtype=torch.bool, device=centers_GSKD.device)
     fits = _Fits(centers_GSKD, centers_GSKD.new_zeros(done.shape), done)
     active = done.shape[1]
@@ -145,14 +145,14 @@ def _lloyd(tokens: Tokens, centers_GSKD: Tensor, max_iter: int, tol: float) -> _
 
 
 def _iterate(tokens: Tokens, fits: _Fits, tol: float) -> Tensor:
-    """Moves the centres of restarts that have not converged; returns how many tokens [G, S, K] each centre had."""
+    """Move the centres of restarts that have not converged; return how many tokens [G, S, K] each centre had."""
     sums, counts = tokens.accumulate(fits.centers)
     length = sums.norm(dim=-1)
     # An empty cluster keeps its centre, and so does one whose tokens cancel out: neither has a direction.
     keep = (length <= 1e-6 * counts) | fits.done[..., None]
     moved = torch.where(keep[..., None], fits.centers, sums / length[..., None])
     fits.gain = torch.where(fits.done, fits.gain, length.sum(-1))
-    # covers "no label changed": the same labels give the same sums, so a shift of exactly 0
+    # This also ends a restart whose labels did not change: the same labels give the same sums, so a shift of exactly 0.
     fits.done = fits.done | ((moved - fits.centers).norm(dim=-1).amax(-1) <= tol)
     fits.centers = moved
     return counts

@@ -50,7 +50,7 @@ class Tokens:
         self.x, self.norms, self.kernels = x_GND, norms_GN, kernels
         self.valid = norms_GN > 0
         self.inverse = torch.where(self.valid, 1 / norms_GN, 0.0)
-        # Matrix units cut off what fp32 would round, and bf16 halves lack the last 8 bits, more or less by chance.
+        # Matrix units cut off what fp32 would round, and bf16 halves lack the last 8 bits: chords are less exact.
         self.same_direction = max(4e-6, 3e-5 * x_GND.shape[2] ** -0.5) if kernels else SAME_DIRECTION
         if kernels and x_GND.stride(2) != 1:
             self.x = x_GND.contiguous()
@@ -128,7 +128,7 @@ def _chunks(x: Tensor, bytes_per_token: int, as_it_is: bool = False) -> Iterator
 
 def token_norms(x: Tensor) -> Tensor:
     """Norms [L, N] of the raw tokens in fp32."""
-    if x.is_cuda and x.dtype != torch.float64:  # reads as it is, where the CPU makes a copy
+    if x.is_cuda and x.dtype != torch.float64:  # a GPU reads x as it is, the CPU would make a copy
         return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).contiguous()
     norms = torch.empty(x.shape[:2], device=x.device)
     for block, out in zip(x, norms, strict=True):

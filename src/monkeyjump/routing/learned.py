@@ -1,6 +1,6 @@
 """Learned routers: a softmax over experts (MoELoRA, HydraLoRA, MoLA) or one sigmoid gate each (MoA).
 
-Kept and computed in fp32 whatever the model's dtype; gradients flow to the router and to its input.
+Routers are stored and computed in fp32 whatever the model's dtype; gradients flow to the router and to its input.
 
 Shapes: D width of the input, N experts, H hidden width, S sampled tokens, O output width; `...`: any leading shape.
 """
@@ -58,7 +58,7 @@ class LearnedRouter(Fp32Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Random, never zero: equal experts would otherwise get equal gradients and stay equal."""
+        """Draw weights at random: with zeros, equal experts would get equal gradients and stay equal."""
         for parameter in self.parameters():
             if parameter.dim() == 1:
                 nn.init.zeros_(parameter)
@@ -71,7 +71,7 @@ class LearnedRouter(Fp32Module):
         """The decision for x [..., D]; for `logits` that `decide_together` has made, if given."""
         config, noise = self.config, self._noise()
         with torch.autocast(x.device.type, enabled=False):
-            if noise == "input_mul":  # a copy: the experts get the input as it is
+            if noise == "input_mul":  # x becomes a copy, since the experts get the input as it is
                 x = x * _around_one(x, config.jitter)
             logits = self.logits(x) if logits is None else logits
             if noise == "logit_mul":

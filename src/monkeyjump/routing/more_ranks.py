@@ -21,7 +21,7 @@ EMBEDDING_STD = 0.01
 
 def rank_weights(r: int, rank_scale: str, device: torch.device | None = None) -> Tensor:
     """Weight of each rank, fp32 [R]. `code`: the authors scale row i of A and column i of B by i/r each."""
-    share = torch.arange(1, r + 1, dtype=torch.float32, device=device) / r  # made there: a copy would synchronise
+    share = torch.arange(1, r + 1, dtype=torch.float32, device=device) / r  # made on the device: a copy would wait
     return {"code": share.square(), "linear": share, "none": torch.ones_like(share)}[rank_scale]
 
 
@@ -50,8 +50,8 @@ class RankSelector(Fp32Module):
     def gates(self) -> Tensor:
         """The factor on every rank for every task, [K, R]: the rank's weight on the first j ranks, 0 on the others.
 
-        Straight-through: the value is that of the chosen j alone, the gradient that of sum_j p_j (first j ranks), so
-        every probability learns from what its ranks would have added.
+        The estimator is straight-through: the value is that of the chosen j alone, the gradient that of
+        sum_j p_j (first j ranks), so every probability learns from what its ranks would have added.
         """
         p = self.probabilities()
         r = p.shape[-1]

@@ -1,4 +1,4 @@
-"""The blocks of one list: opens a call where they are entered, moves the centres, keeps the decisions of a prompt."""
+"""Hooks on one list of blocks: they open a call at its entrance, move the centres, and keep a prompt's decisions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BlockList:
         self.holders: list[nn.Module] = []  # the lists themselves and the modules around them
         self.routers: dict[str, BlockRouter] = {}
         self.initialized: set[str] = set()
-        self.told: set[str] = set()  # adapters that have said how they do without task ids
+        self.told: set[str] = set()  # adapters that have warned that they got no task ids
         self.schedule = Schedule()
         self._parameters = list(inspect.signature(owner.forward).parameters)
         self._handles = [
@@ -99,7 +99,7 @@ class BlockList:
             self._look_ahead(blocks, active, (int(tokens.shape[0]), int(tokens.shape[1])), tokens.device)
 
     def open(self) -> BlocksCall:
-        """A call of these blocks inside the model's, or in one of its own where the blocks are entered directly."""
+        """Open a call of these blocks inside the model's call, or inside a new one where blocks are run directly."""
         call = calls_of(self.context)
         if call is None:
             call = self.context.open()
@@ -110,7 +110,7 @@ class BlockList:
         return here.blocks
 
     def close(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Runs after a forward that raises, too: what it staged is let go."""
+        """End the call. This also runs after a forward that raised, and drops the statistics that it staged."""
         blocks = running().blocks
         if blocks is None or blocks.blocks is not self:
             return
@@ -122,7 +122,7 @@ class BlockList:
                 self.schedule.abandon(name, self.layers(name))
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Runs after a forward that has finished."""
+        """Count the tokens and the forward, and keep its decisions. This runs only after a forward that finished."""
         blocks = running().blocks
         if blocks is None or blocks.blocks is not self:
             return
@@ -140,7 +140,7 @@ class BlockList:
     def _look_ahead(
         self, blocks: BlocksCall, active: dict[str, MonkeyJumpConfig], shape: tuple[int, int], device: torch.device
     ) -> None:
-        """Make what all blocks ask for, here: a compiled block only looks it up."""
+        """Compute here what all blocks ask for, so that a compiled block only looks it up."""
         for name, config in active.items():
             if config.uses_centers and not (config.granularity == "sequence" and blocks.kept is not None):
                 blocks.selection(name, config, shape, device)
@@ -156,12 +156,12 @@ class BlockList:
     def _kept_decisions(self, blocks: BlocksCall, width: int | None, adapter_name: str) -> Decisions | None:
         """The decisions that the cached keys and values were made with; None for a new prompt.
 
-        A decision is made at the end of the whole prompt. Where only a part of it is here, or an earlier decision is in
-        the cache, no forward gives what one prefill would: that is refused.
+        A decision is made at the end of the whole prompt. Where only a part of the prompt is here, or the cache holds
+        an earlier decision, the result could not be that of one prefill, so the forward is refused.
         """
         cache, generation = blocks.arguments["past_key_values"], blocks.call.generation
         kept: Any = getattr(cache, KEPT, None)
-        if torch.compiler.is_compiling():  # the prefill settled it; a counter in a guard would recompile every time
+        if torch.compiler.is_compiling():  # the prefill has checked; a counter in a guard would recompile every time
             return None if kept is None else kept[1]
         past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         prompt = None if generation is None else generation.prompt_width
@@ -207,7 +207,7 @@ def _decides_for_rows(config: MonkeyJumpConfig, call: ModelCall) -> bool:
 
 
 def repeat_rows(cache: Any, rows: Tensor) -> None:
-    """Make a KV cache of rows of itself, with the decisions that belong to them: several answers to one prompt."""
+    """Repeat rows of a KV cache, with the decisions that belong to them, for several answers to one prompt."""
     cache.reorder_cache(rows)
     kept = getattr(cache, KEPT, None)
     if kept is not None:

@@ -39,7 +39,7 @@ Decisions = dict[tuple[str, str], Tensor]  # (router, adapter name) -> what was 
 class Generation:
     """One call of `generate`."""
 
-    prompt_width: int | None  # padded; None where the prompt goes into an encoder
+    prompt_width: int | None  # with its padding; None where the prompt goes into an encoder
     task_ids: Tensor | None = None
     prompt_lengths: Tensor | None = None
     prompt_mask: Tensor | None = None  # [B, T] True on real tokens, where the model itself is given no mask
@@ -57,7 +57,7 @@ class MadeAhead:
 
 @dataclass(eq=False)
 class ModelCall:
-    """What the top of the model was told in one forward."""
+    """One forward of the whole model: the arguments that only its top receives, and the seeds it drew."""
 
     context: RoutingContext
     labels: Tensor | None = None
@@ -67,7 +67,7 @@ class ModelCall:
     outer: ModelCall | None = None  # the call this one was made in
     wrapped: bool = False  # whether it was opened by PEFT's wrapper, which then closes it
     entered: bool = False  # whether the base model has been entered; if not, PEFT's wrapper or the blocks opened it
-    seeds: Seeds | None = None  # of the dropout masks, one for each group of shared inputs
+    seeds: Seeds | None = None  # they make the dropout masks, one for each group of shared inputs
     ahead: MadeAhead | None = None
 
 
@@ -87,12 +87,12 @@ class BlocksCall:
     commits: int = 0  # how often the centres had been moved when it was opened
     kept: Decisions | None = None  # made by an earlier forward of the same generation
     fresh: Decisions = field(default_factory=dict)  # made by this forward
-    gates_of: Decisions = field(default_factory=dict)  # of a training forward, for its recomputation
+    gates_of: Decisions = field(default_factory=dict)  # kept from a training forward for its recomputation
     counted: list[tuple[Any, Tensor]] = field(default_factory=list)  # adapters and the tokens they were sent
-    # by adapter name, and of all; with the shape they were made for
+    # which tokens decide for each adapter, and which are real, each with the shape that it was made for
     selections: dict[str, tuple[tuple[int, int], Selection]] = field(default_factory=dict)
     real: tuple[tuple[int, int], Tensor | None] | None = None
-    # of the block that runs
+    # the fields below belong to the block that runs
     shape: tuple[int, int] = (0, 0)
     gates: dict[str, Tensor] = field(default_factory=dict)  # by adapter name
     mask: Tensor | None = None  # real tokens, for learned routers
@@ -101,7 +101,7 @@ class BlocksCall:
     queries: Tensor | None = None  # MoA: what its prompt reads
 
     def again(self) -> BlocksCall:
-        """The same call for a recomputation: nothing is staged, and what blocks leave is left elsewhere."""
+        """A copy of this call for a recomputation: nothing is staged in it, and what its blocks write stays apart."""
         again = replace(self, staging=False, statistics=False, recomputing=True, outer=None)
         again.fresh, again.gates, again.tasks = {}, {}, {}
         again.mask = again.slots = again.queries = None
@@ -132,7 +132,7 @@ class BlocksCall:
             mask = generation.prompt_mask if generation.prompt_mask.shape == shape else None
         seq_idx, positions = arguments.get("seq_idx"), arguments.get("position_ids")
         if mask is not None or arguments.get("past_key_values") is not None or width:
-            positions = None  # they tell of packing only where Transformers reads them so: no mask, no cache
+            positions = None  # Transformers reads packing from them only where there is no mask and no cache
         segments = segments_of(positions, seq_idx)
         if segments is not None and segments.shape != shape:
             segments = segments.expand(shape) if segments.shape[0] == 1 and segments.shape[1] == shape[1] else None
@@ -141,7 +141,7 @@ class BlocksCall:
         labels, lengths = arguments.get("labels"), self.call.prompt_lengths
         has_answers = context.causal and (labels is None or labels.shape == shape)
         per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])
-        # all but the first token of what decodes an encoder's states is the answer
+        # in a decoder that reads an encoder's states, every token but the first belongs to the answer
         decodes = context.encoder_decoder and arguments.get("encoder_hidden_states") is not None
         return CallInputs(
             shape=shape,
@@ -173,13 +173,13 @@ _threads = _Threads()
 
 
 def running() -> Running:
-    """Those of this thread. What is written to them goes to a plain object: torch.compile loses writes to a local."""
+    """The calls in progress in this thread, in a plain object because torch.compile loses writes to a `local`."""
     return _threads.running
 
 
 @contextmanager
 def inside(call: ModelCall, blocks: BlocksCall | None) -> Iterator[None]:
-    """Run in a call again, in whatever thread this is."""
+    """Run inside an earlier call again, in whatever thread this is."""
     here = running()
     before = here.call, here.blocks
     here.call, here.blocks = call, blocks
@@ -191,7 +191,7 @@ def inside(call: ModelCall, blocks: BlocksCall | None) -> Iterator[None]:
 
 @contextmanager
 def belonging_to(generation: Generation) -> Iterator[None]:
-    """Every forward of this thread inside goes on with the same prompt."""
+    """Every forward that this thread runs inside the `with` belongs to this generation."""
     here = running()
     around, here.generation = here.generation, generation
     try:
@@ -207,7 +207,7 @@ def calls_of(context: RoutingContext) -> ModelCall | None:
 
 
 def _made_for(shape: tuple[int, int], now: Any) -> bool:
-    """Whether something fits the tokens of this block. A graph that serves all lengths must not ask."""
+    """Whether what was made for `shape` still fits. A compiler must not compare: its graph serves all lengths."""
     return torch.compiler.is_compiling() or shape == tuple(now)
 
 

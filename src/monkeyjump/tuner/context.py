@@ -1,4 +1,4 @@
-"""The top of the model: opens the call of a forward, takes what only the top is told, adds the routers' losses.
+"""Hooks on the whole model: they open the call of a forward, take the arguments for routing, and add router losses.
 
 Routing state is three kinds of plain objects on hooks (bound methods, so that a deep copy routes with its own centres):
 `RoutingContext`, one per base model; `BlockList`, one per list of blocks; `BlockRouter`, one per block. None of them
@@ -33,7 +33,7 @@ class RoutingContext:
 
     def __init__(self, model: nn.Module) -> None:
         self.losses = RouterLosses()
-        self.accumulation = 1  # micro-batches per optimiser step, where a trainer that makes its own loss tells
+        self.accumulation = 1  # micro-batches per optimiser step, set by a trainer that computes its own loss
         self.regularized = False  # whether some adapter has a loss of its own
         self.regularizer_due = False  # whether a training forward could not add it
         self.watches_load = False  # whether somebody will ask for the load of the next training forward
@@ -49,8 +49,8 @@ class RoutingContext:
         self.outermost = model  # with PEFT's wrapper, where there is one
         self._users_generate: Callable[..., Any] | None = vars(model).get("generate")
         if can_generate is not None and can_generate():
-            # `generate` has no hooks, and only it knows where the prompt ends and takes `task_ids`. Shadowed on the
-            # instance, so that every way there (PEFT's wrappers, a model with native adapters) passes through.
+            # `generate` has no hooks, and only it knows where the prompt ends and takes `task_ids`. It is shadowed on
+            # the instance, so that every way to it (PEFT's wrappers, a model with native adapters) passes here.
             model.generate = self.generate  # type: ignore[assignment]
         self._handles = [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
@@ -59,7 +59,7 @@ class RoutingContext:
         ]
 
     def router(self, model: nn.Module, block: Block, kind: type[BlockRouter]) -> BlockRouter:
-        """The router of a block, one of each kind, made and hooked in at the first asking."""
+        """The router of this kind for a block; it is made and hooked in when it is first asked for."""
         blocks = self.block_list(model, block.owner)
         key = f"{block.path}:{kind.__name__}"
         if key not in blocks.routers:
@@ -67,7 +67,7 @@ class RoutingContext:
         return blocks.routers[key]
 
     def block_list(self, model: nn.Module, owner: str) -> BlockList:
-        """The blocks that the module `owner` runs, hooked in at the first asking."""
+        """The blocks that the module `owner` runs; they are hooked when they are first asked for."""
         if owner not in self.lists:
             self.lists[owner] = BlockList(self, model.get_submodule(owner), owner)
         return self.lists[owner]
@@ -100,7 +100,7 @@ class RoutingContext:
         ]
 
     def open(self, wrapped: bool = False) -> ModelCall:
-        """A call of this model. One that an interrupted forward has left is forgotten."""
+        """Open a call of this model, and forget one that an interrupted forward has left."""
         here = running()
         around, generation = here.call, here.generation
         call = ModelCall(self, generation=generation, wrapped=wrapped)
@@ -133,14 +133,14 @@ class RoutingContext:
         return args, _take_extras(call, kwargs)
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Runs after a forward that has finished."""
+        """Add the auxiliary losses. This runs only after a forward that finished."""
         call = calls_of(self)
         if call is not None and module.training and torch.is_grad_enabled():
             output = self._with_auxiliary_loss(module, call.labels, kwargs, output)
         return output
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Runs after a forward that raises, too."""
+        """End the call. This also runs after a forward that raised."""
         call = calls_of(self)
         if call is not None and not call.wrapped:
             self.close(call)
@@ -150,7 +150,7 @@ class RoutingContext:
         return auxiliary_loss(model) if self.regularized else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the base model; the end of its prompt is what sequence routing decides from."""
+        """Run `generate` of the base model, and note the end of its prompt, from which sequence routing decides."""
         inputs = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
         width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, Tensor)), None)
         generation = Generation(
@@ -163,13 +163,13 @@ class RoutingContext:
 
     @contextmanager
     def generating(self, generation: Generation) -> Iterator[None]:
-        """Every forward of this thread inside belongs to one generation."""
+        """Every forward that this thread runs inside the `with` belongs to one generation."""
         self.shared_inputs.prepare()  # Transformers may compile the decoding step
         try:
             with belonging_to(generation):
                 yield
         finally:
-            self.shared_inputs.release()  # weights may now be merged or moved, and a compiler does not look
+            self.shared_inputs.release()  # weights may now be merged or moved, which compiled code does not notice
 
     def _with_auxiliary_loss(
         self, module: nn.Module, labels: Tensor | None, kwargs: dict[str, Any], output: Any
@@ -201,7 +201,7 @@ class RoutingContext:
 
 
 def _take_extras(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without those that are for routing alone."""
+    """Move the arguments that only routing reads into the call, and return the others."""
     if "task_ids" in kwargs or "prompt_lengths" in kwargs:
         kwargs = dict(kwargs)
         call.task_ids = kwargs.pop("task_ids", call.task_ids)
@@ -210,7 +210,7 @@ def _take_extras(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _carrying(output: Any, loss: Tensor) -> Any:
-    """The output with `loss` behind its scores: whoever makes a loss from them also trains this one, at weight 1."""
+    """Attach `loss` to the scores of the output: a loss that is computed from them then trains it too, at weight 1."""
     if isinstance(output, tuple):
         return (CarriedLoss.apply(output[0], loss), *output[1:]) if output else output
     for name in ("log_probs", "logits", "last_hidden_state"):

@@ -14,7 +14,7 @@ from torch import nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import MonkeyJumpWarning
-from monkeyjump.tuner.module_paths import block_index, block_of, matches, reads_encoder, targets_of
+from monkeyjump.tuner.module_paths import block_index, block_of, matches, reads_encoder, shortest_end, targets_of
 from monkeyjump.tuner.routers.mixlora_placement import feed_forward_of, in_attention
 
 LLAMA_LIKE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
@@ -116,9 +116,4 @@ def _needs_several(config: MonkeyJumpConfig) -> bool:
 def _short_names(paths: list[str], targets: list[str]) -> list[str]:
     """The shortest ends of these paths that name no other target."""
     others = [path for path in targets if path not in paths]
-    names: dict[str, None] = {}
-    for path in paths:
-        parts = path.split(".")
-        ends = (".".join(parts[-depth:]) for depth in range(1, len(parts) + 1))
-        names[next(end for end in ends if not any(matches(other, end) for other in others))] = None
-    return list(names)
+    return list(dict.fromkeys(shortest_end(path, others) for path in paths))

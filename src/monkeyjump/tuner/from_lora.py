@@ -25,7 +25,7 @@ from monkeyjump.registry import did_you_mean
 from monkeyjump.tuner.module_paths import is_linear
 from monkeyjump.tuner.placement import place
 
-# Decided by the LoRA adapter itself, with what to do instead.
+# Settings that the LoRA adapter itself decides, each with the reason.
 FIXED = {
     "adapter": "its layers are LoRA",
     "r": "the rank is that of its matrices",
@@ -45,11 +45,7 @@ NOT_PLAIN = ("lora_bias", "layer_replication", "trainable_token_indices", "targe
 
 
 def from_lora(
-    model: PeftModel,
-    adapter_name: str | None = None,
-    *,
-    shared_modules: list[str] | None = None,
-    **settings: Any,
+    model: PeftModel, adapter_name: str | None = None, *, shared_modules: list[str] | None = None, **settings: Any
 ) -> PeftModel:
     """Add Monkey Jump routing to a PEFT LoRA model; use the model that is returned from then on.
 
@@ -141,7 +137,7 @@ def _layer_problems(layers: dict[str, LoraLayer], chosen: dict[str, LoraLayer], 
 
 
 def _common_settings(chosen: dict[str, LoraLayer], name: str) -> tuple[dict[str, float], list[str]]:
-    """The settings that all layers have in common, and what to say of those that they do not."""
+    """The settings that all layers have in common, and a problem for each of the others."""
     found: dict[str, dict[float, str]] = {"r": {}, "alpha": {}, "dropout": {}}  # setting -> value -> a path with it
     for path, layer in chosen.items():
         r, scaling = layer.r[name], layer.scaling[name]
@@ -195,7 +191,7 @@ def _convert(
 
 
 def _take_out(base: nn.Module) -> dict[str, nn.Module]:
-    """Put the plain module back wherever PEFT wrapped one; what was there, by path."""
+    """Put the plain module back wherever PEFT wrapped one; return the wrappers by path."""
     wrappers = {
         path: module
         for path, module in base.named_modules()
@@ -218,4 +214,4 @@ def _fill(base: nn.Module, name: str, chosen: dict[str, LoraLayer], replaced: di
             target.modules_to_save[name].load_state_dict(head.modules_to_save[name].state_dict())
 
 
-route = from_lora  # the name it had before
+route = from_lora  # its older name

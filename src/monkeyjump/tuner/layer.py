@@ -53,7 +53,7 @@ class Fp32BufferDict(BufferDict):
 class FrozenLinear:
     """The linear under a layer, for adapters that need more of it than its widths (`adapters.base.BaseLinear`).
 
-    A plain object, so that an adapter which keeps it does not hold the base as a submodule of its own.
+    It is a plain object, so that an adapter which keeps it does not hold the base as a submodule of its own.
     """
 
     def __init__(self, layer: MonkeyJumpLayer) -> None:
@@ -104,7 +104,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
             setattr(self, name, Fp32BufferDict())
         self.routers: dict[str, tuple[BlockRouter, int]] = {}  # adapter name -> (router of the block, expert position)
         self.shared: dict[str, SharedInput] = {}  # adapter name -> the projections that read the same input
-        self.places: dict[str, int] = {}  # adapter name -> which of these it is
+        self.places: dict[str, int] = {}  # adapter name -> the position of this one among them
         self.merged_adapters: list[str] = []
         self.frozen: Folded | None = None  # the base while several adapters are merged: their sum cannot be undone
         self._disable_adapters = False
@@ -171,7 +171,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         return out
 
     def _shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What the first of the projections that read x made for all of them, where that is faster."""
+        """The output that the first projection to read x has computed for all of them; None where that is slower."""
         names = self.active_adapters
         if len(names) != 1 or self._disable_adapters:
             return None

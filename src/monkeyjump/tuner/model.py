@@ -1,4 +1,4 @@
-"""The PEFT tuner: plans, injects, and keeps PEFT's promises for routed adapters."""
+"""The PEFT tuner: it plans where adapters go, injects them, and keeps PEFT's promises for routed adapters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from monkeyjump.tuner.routers.mixlora import FeedForwardExperts, IdleRouter
 from monkeyjump.tuner.routers.moa import MoaRouter
 from monkeyjump.tuner.routers.more import MoreRouter
 
-COMPILED = "_orig_mod."  # what torch.compile puts before the paths of the modules of a model
+COMPILED = "_orig_mod."  # torch.compile puts this before the paths of a model's modules
 
 
 class MonkeyJumpModel(BaseTuner):
@@ -79,10 +79,10 @@ class MonkeyJumpModel(BaseTuner):
     def _target_test(
         self, model: nn.Module, config: MonkeyJumpConfig, state_dict: dict[str, torch.Tensor] | None
     ) -> Callable[[str], bool]:
-        """Whether the module at a path gets an adapter: by the configuration, or by the tensors to be loaded."""
+        """Return a test of whether the module at a path gets an adapter, by the configuration or the loaded tensors."""
         if isinstance(config.target_modules, str) and leaves_targets_open(config):
             _maybe_include_all_linear_layers(config, model)
-            # PEFT takes an adapted layer for a linear one by the name of its class, which ours has not.
+            # PEFT recognises an adapted linear layer by the name of its class, and does not know ours.
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             adapted = {path for path, module in model.named_modules() if isinstance(module, MonkeyJumpLayer)}
             config.target_modules |= {path for path in adapted if model.get_submodule(path) is not head}  # type: ignore[operator]
@@ -134,7 +134,7 @@ class MonkeyJumpModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Where PEFT hands over a mixed batch; without this it would run every row with the active adapter."""
+        """Refuse the mixed batches that PEFT hands over here: every row would run with the active adapter."""
         if kwargs.get("adapter_names") is not None:
             raise ConfigError(
                 f"adapter_names={kwargs['adapter_names']!r} asks for one adapter per row, which routed adapters do not "
@@ -160,14 +160,14 @@ class MonkeyJumpModel(BaseTuner):
         super().merge_adapter(adapter_names=adapter_names)
 
     def _check_all_mergeable(self, adapter_names: Sequence[str] | None, safe_merge: bool) -> None:
-        """Refuse before the first layer is merged, not at the first that cannot be: then nothing is half merged."""
+        """Refuse before any layer is merged, so that a refusal leaves nothing half merged."""
         for layer in self.model.modules():
             if isinstance(layer, MonkeyJumpLayer):
                 with onload_layer(layer):
                     layer.check_merge(list(adapter_names or layer.active_adapters), safe_merge)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """PEFT's LoRA and (IA)3 have it; here the centres and routers of two adapters have no weighted mean."""
+        """Refuse what PEFT's LoRA and (IA)3 offer: the centres and routers of two adapters have no weighted mean."""
         raise ConfigError(
             "add_weighted_adapter is not offered for Monkey Jump adapters, whose routing cannot be averaged: make "
             "several adapters active together, model.base_model.set_adapter([...]), which adds what they do."
@@ -185,7 +185,7 @@ class MonkeyJumpModel(BaseTuner):
 
 
 def router_class(config: MonkeyJumpConfig, block: Block) -> type[BlockRouter]:
-    """What turns the states that enter a block into gates."""
+    """The class of the router that turns the states entering a block into gates."""
     if config.placement == "nested":
         return MoreRouter
     if block.extras:
@@ -230,7 +230,7 @@ def _call_when_wrapped(tuner: MonkeyJumpModel) -> None:
 
 
 def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
-    """PEFT tells adapters apart by parts of keys: one called like a tensor would take that tensor from all others."""
+    """Refuse the name of a tensor: PEFT finds an adapter's tensors by parts of their keys and would mix them up."""
     with torch.device("meta"):
         owners: list[nn.Module] = [
             ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS if ADAPTERS.built_in(kind) or kind == config.adapter

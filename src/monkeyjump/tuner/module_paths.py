@@ -1,4 +1,4 @@
-"""Modules of a model by their paths: which are linear, which block they are in, what to call them."""
+"""Questions about the modules of a model: which are linear, which block they are in, and what to call them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def free_linears(modules: dict[str, nn.Module]) -> list[str]:
-    """Linear layers, adapted or not, but not the ones inside adapted layers."""
+    """The paths of all linear layers, adapted or not. Those inside adapted layers are left out."""
     inside = inside_tuner_layers(modules)
     return [path for path, module in modules.items() if path not in inside and is_linear(module)]
 
 
 def targets_of(modules: dict[str, nn.Module], is_target: Callable[[str], bool]) -> list[str]:
-    """The modules that an adapter is asked for, but not what is inside adapted layers."""
+    """The paths of the modules that should get an adapter. Those inside adapted layers are left out."""
     inside = inside_tuner_layers(modules)
     return [path for path in modules if path and path not in inside and is_target(path)]
 
@@ -90,13 +90,14 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
     return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
 
 
+def shortest_end(path: str, others: list[str]) -> str:
+    """The shortest end of a path that names none of the other paths."""
+    parts = path.split(".")
+    ends = (".".join(parts[-depth:]) for depth in range(1, len(parts)))
+    return next((end for end in ends if not any(matches(other, end) for other in others)), path)
+
+
 def short_names(home: str, routed: list[str]) -> list[str]:
-    """The shortest suffixes of the paths that tell the projections of a block apart."""
-    relative = [path.removeprefix(f"{home}.").split(".") for path in routed]
-    names = []
-    for parts in relative:
-        for depth in range(1, len(parts) + 1):
-            if sum(other[-depth:] == parts[-depth:] for other in relative) == 1 or depth == len(parts):
-                names.append(".".join(parts[-depth:]))
-                break
-    return names
+    """The shortest ends of the paths that tell the projections of a block apart."""
+    inside = [path.removeprefix(f"{home}.") for path in routed]
+    return [shortest_end(path, [other for other in inside if other != path]) for path in inside]

@@ -30,7 +30,7 @@ from monkeyjump.tuner.module_paths import (
 from monkeyjump.tuner.routers.mixlora_placement import feed_forward_problem, in_attention, seen_from_feed_forward
 from monkeyjump.tuner.routers.moa_placement import Extra, plan_extras, plan_norm
 
-# Linears that a module never calls: it hands their weights alone to a kernel. By the class of the module.
+# Linears that are never called, by the class of their module, which hands their weights to a kernel instead.
 NEVER_CALLED = {
     **dict.fromkeys(["MambaMixer", "FalconMambaMixer"], ("x_proj", "dt_proj", "out_proj")),
     "JambaMambaMixer": ("dt_proj",),
@@ -58,12 +58,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Role:
-    """What a projection is in its block."""
+    """The part that a projection plays in its block."""
 
     width: int  # of the state that enters the block
     experts: int  # gates of a router in this block
     first: bool  # whether what the block has once (a learned router) hangs on this projection
-    plain: bool = False  # whether its own adapter is always on all the same
+    plain: bool = False  # whether its own adapter is always on, although it holds the router
     extras: tuple[Extra, ...] = ()  # further experts of the block that hang on this projection
 
 
@@ -73,7 +73,7 @@ class Placement:
     blocks: tuple[Block, ...]  # the blocks that route
 
     def role(self, path: str) -> Role | None:
-        """What the projection at `path` is; None for one that is always on."""
+        """The role of the projection at `path`; None for one that is always on."""
         for block in self.blocks:
             if path in block.routed:
                 first = path == block.routed[0]

@@ -22,7 +22,7 @@ HOLDERS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class CarriesCall:
-    """A checkpoint function whose function runs inside the call in which it was handed over, both times."""
+    """A checkpoint function that runs its block inside the same call both times, in the forward and in the backward."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -50,7 +50,7 @@ def _in_its_call(
 
 
 def carry_calls(modules: Iterable[nn.Module]) -> None:
-    """Let these modules take their call into the backward, if they checkpoint. Asked in every training forward."""
+    """Wrap the checkpoint functions of these modules, if they have any. Every training forward does so again."""
     for module in modules:
         for name in HOLDERS:
             checkpoint = vars(module).get(name)
@@ -68,7 +68,7 @@ def forget_calls(modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_unknown_recomputation(path: str) -> None:
-    """Nothing tells which forward a checkpoint that we did not see repeats."""
+    """Refuse to run in a backward pass: nothing tells which forward a checkpoint repeats that was not wrapped."""
     if in_backward():
         raise ConfigError(
             f"{path!r} is computed again in a backward pass by a checkpoint() that the routing cannot follow: its "

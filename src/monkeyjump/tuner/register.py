@@ -11,6 +11,6 @@ from monkeyjump.tuner.model import MonkeyJumpModel
 
 
 def register() -> None:
-    """Idempotent: a second import in the same process changes nothing."""
+    """Register the method with PEFT. A second call in the same process changes nothing."""
     if PEFT_TYPE not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name=PEFT_TYPE.value.lower(), config_cls=MonkeyJumpConfig, model_cls=MonkeyJumpModel)

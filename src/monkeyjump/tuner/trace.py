@@ -1,4 +1,4 @@
-"""What was routed where: a recorder for analysis and tests, and load statistics.
+"""A recorder of what was routed where, for analysis and tests, and load statistics.
 
 Shapes: B batch, T tokens, E routed projections of a block.
 """

@@ -1,4 +1,4 @@
-"""Products of two tiles. The matrix units multiply bf16 and add up in fp32; here are more exact ones, too."""
+"""Products of two tiles. The matrix units multiply bf16 and add in fp32; two products here are more exact than that."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from monkeyjump.ops.kernels.tiles import TILES, Tile, padded, row_blocks
 # and to compile a variant takes longer than to cluster.
 COLUMNS = 64
 TRIALS = 32  # vectors of a program that writes their chords
-# Tokens that one program sums up: enough programs to fill a GPU, and sums that are few beside the tokens. Not a matter
-# of the GPU or the blocks at hand: the same tokens give the same bits.
+# Tokens that one program sums up: there are enough programs to fill a GPU, and few sums beside the tokens. The number
+# does not depend on the GPU or on the other blocks, so that the same tokens give the same bits.
 SUMMED_TOGETHER = 2048
 
 
@@ -73,7 +73,7 @@ def nearest_kernel(x, inverse, centers, labels, counts, S, K, N, D, block_stride
         x, centers, rows, restart * K + cluster, known, S * K, N, D, block_stride, row_stride, BN, MP, BD
     )  # fmt: skip
     cosines = tl.where(known[None, :], cosines, float("-inf"))
-    best = tl.argmax(tl.reshape(cosines, (BN, TOGETHER, KP)), 2)  # of equals the first
+    best = tl.argmax(tl.reshape(cosines, (BN, TOGETHER, KP)), 2)  # the first of equals
     usable = tl.load(inverse + g * N + rows, mask=rows < N, other=0.0) > 0
     label = tl.where(usable[:, None], best, -1)
     restarts, clusters = first + tl.arange(0, TOGETHER), tl.arange(0, KP)
@@ -138,7 +138,7 @@ def nearest(x: Tensor, inverse: Tensor, centers: Tensor) -> tuple[Tensor, Tensor
     (G, N, D), (S, K) = x.shape, centers.shape[1:3]
     tile, few = _tile("nearest", x), padded(K, 2)
     blocks = row_blocks(N, tile.rows)
-    # rows of whole 16 bytes, which are read at once
+    # Rows are padded to a multiple of 16 bytes, which are read at once.
     labels = torch.empty(G, S, row_blocks(N, 16) * 16, device=x.device, dtype=torch.int8)
     counts = torch.empty(G, blocks, S, K, device=x.device, dtype=torch.int32)
     _nearest(
@@ -175,7 +175,7 @@ def chords(x: Tensor, inverse: Tensor, vectors: Tensor, same: float) -> Tensor:
 
 
 def _tile(name: str, x: Tensor) -> Tile:
-    """Half as wide for tokens that are multiplied in fp32, whose halves are in registers."""
+    """Tiles are half as wide for tokens that are multiplied in fp32, whose halves are in registers."""
     tile, width = TILES[name], padded(x.shape[2])
     columns = tile.columns if x.dtype == torch.bfloat16 else tile.columns // 2
     return replace(tile, columns=min(width, columns))

@@ -1,4 +1,4 @@
-"""Launching a kernel again without asking Triton what kind of arguments it has.
+"""A launcher that calls a compiled kernel again without letting Triton inspect all its arguments.
 
 Triton looks at every argument of every launch to find the variant it has compiled: 20 to 50 microseconds of host time
 for kernels with many arguments, as long as several launches. The variant depends on dtypes, on pointers only by their
@@ -20,7 +20,7 @@ from triton.runtime import driver
 
 from monkeyjump.ops.kernels.tiles import INTERPRETED
 
-MOST_KEYS = 4096  # of a kernel: batches of ever new lengths shall not fill the memory
+MOST_KEYS = 4096  # of a kernel, so that batches of ever new lengths do not fill the memory
 FIRST_SEEN, LAST_SEEN = (3, 6), (3, 9)  # versions of Triton whose compiled kernels were called directly
 
 
@@ -66,18 +66,18 @@ class Launcher:
 
 
 def _launch(compiled: Any, device: int, grid: tuple[int, int, int], args: tuple) -> None:
-    """What `compiled[grid](*args)` does."""
+    """Do what `compiled[grid](*args)` does."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks, or one in its place
         compiled[grid](*args)
         return
     stream = driver.active.get_current_stream(device)
-    # no metadata for hooks, and no hooks
+    # the arguments for hooks are None: there are neither metadata for them nor hooks
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
 def _device(args: Iterable[Any]) -> int:
-    """Of the first tensor, or the first tuple that begins with one: a tuple may hold none."""
+    """The device of the first tensor, or of the first tuple that begins with one (a tuple may hold none)."""
     for arg in args:
         first = arg[0] if type(arg) is tuple else arg
         if isinstance(first, Tensor):
@@ -86,12 +86,12 @@ def _device(args: Iterable[Any]) -> int:
 
 
 def _traits(args: Iterable[Any]) -> list[Any]:
-    """What tells the variants of a kernel apart; not floats. Called for every launch, so it is written for speed."""
+    """What tells the variants of a kernel apart, which floats do not. It runs at every launch, so it must be fast."""
     found: list[Any] = []
     for arg in args:
         kind = type(arg)
         if kind is int or arg is None:
-            found.append(arg)  # Triton asks less of an integer, but to ask it takes longer than to look up all of it
+            found.append(arg)  # Triton needs less than the value, but finding out what takes longer than a look-up
         elif kind is tuple:
             found.append(len(arg))
             found += arg if type(arg[0]) is int else _traits(arg)

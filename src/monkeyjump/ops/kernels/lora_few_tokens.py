@@ -68,7 +68,7 @@ def few_sums_kernel(x, As, bases, gates, diagonals, Bs, ys, z, Os, base_strides,
                     D, scale, N, z_stride, gate_stride, every,
                     R: tl.constexpr, C: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
                     BD: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """The program loads before it computes, so that it waits for memory once."""
+    """Each program loads before it computes, so that it waits for memory once."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     block = tl.program_id(1)  # counts the output columns of all projections, one after the other
     early = ()

@@ -1,4 +1,4 @@
-"""What all kernels of low-rank updates read: dropout masks, strengths, base outputs; and the numbers they are given.
+"""The operands of all kernels of low-rank updates: dropout masks, strengths, base outputs, and the numbers they take.
 
 Shapes: as in `lora`.
 """
@@ -15,9 +15,9 @@ from monkeyjump.ops.lowrank import Dropout, Strengths
 @triton.jit
 def dropped(tile, rows, cols, width, seed, threshold):
     """The tile with the zeros of `reference.keep_mask`: entry i of x is kept as a pure function of (seed, i)."""
-    start = (rows.to(tl.uint32) * width + seed) * 0x9E3779B1  # modulo 2 ** 32, as all of it
+    start = (rows.to(tl.uint32) * width + seed) * 0x9E3779B1  # all of this is modulo 2 ** 32
     bits = start[:, None] + (cols.to(tl.uint32) * 0x9E3779B1)[None, :]
-    # the second sum of `keep_mask` multiplied out: one instruction an entry less
+    # The second sum of `keep_mask` is multiplied out, which saves one instruction per entry.
     bits = (bits ^ (bits >> 15)) * 0x85EBCA6B + seed * ((0xC2B2AE35 * 0x85EBCA6B) % 2**32)
     return tl.where(bits >= threshold, tile, 0.0)
 

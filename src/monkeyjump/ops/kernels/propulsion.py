@@ -1,6 +1,6 @@
 """Triton kernels of Propulsion: the output times 1 + gate * ((1 + offset) ** degree - 1), per token and column.
 
-Eager mode only: under torch.compile the reference is elementwise work that the compiler fuses into its neighbours.
+Only eager mode uses them: under torch.compile the reference is elementwise work that is fused into its neighbours.
 
 Shapes: N tokens, O output width, P row blocks.
 """

@@ -1,4 +1,4 @@
-"""Triton kernels of the centroid router: tokens to gates, and what the centres will follow.
+"""Triton kernels of the centroid router: they turn tokens into gates and sum up what the centres will follow.
 
 Two kernels route: one by plain fp32 sums for few experts, one by the matrix units for more.
 
@@ -34,7 +34,7 @@ from monkeyjump.ops.kernels.tiles import (
 )
 
 MOST_EXPERTS = 16
-MANY = 16_384  # tokens from which row blocks are larger, so that fewer sums are added up; blocks are still enough
+MANY = 16_384  # from this many tokens on row blocks are larger: fewer sums are added, and there are still enough blocks
 BY_SUMS = 7  # experts up to which plain sums are faster; each is two instructions for every entry of h
 V = tl.constexpr(4)  # columns of a thread: those of h and of the centres, which are fp32, are the same
 

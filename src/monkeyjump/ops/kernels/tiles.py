@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-FAST_MEMORY = 8192  # entries of the other operand of a tile; several of them lie in a multiprocessor's memory at a time
+FAST_MEMORY = 8192  # entries of the other operand of a tile; a multiprocessor's memory holds several such operands
 # Up to this many tokens a launch costs more than its work, so that work is done twice to save one. With 64 tokens one
 # launch took a third of the time of two on an H200, at widths of 896 and 4096.
 FEW_TOKENS = 64
@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it 
 
 @functools.cache
 def padded(columns: int, least: int = 16) -> int:
-    """The next power of two, at least what a matrix instruction takes."""
+    """The next power of two, but at least the columns that a matrix instruction takes."""
     return max(least, 1 << (columns - 1).bit_length())
 
 
@@ -58,7 +58,7 @@ TILES = {
     "route": Tile(32, 128, stages=4),
     "route_many": Tile(64, 128, stages=4),
     "route_rows": Tile(16, 128, warps=8, stages=2),
-    "route_few": Tile(2, 128, warps=1, stages=8),  # one warp: no sum waits for another
+    "route_few": Tile(2, 128, warps=1, stages=8),  # with one warp no sum waits for another
     "add_sums": Tile(256, 16),  # at 4,096 tokens all row blocks at once, in a hundred programs
     "scale": Tile(32, 128),
     "nearest": Tile(128, 64),
@@ -98,7 +98,7 @@ def stacked_rows(tensors, ranks, cols, D, R: tl.constexpr):
 
 @triton.jit
 def lane_sums(values, BN: tl.constexpr, BD: tl.constexpr, V: tl.constexpr):
-    """[BN, BD] -> [BN, BD / V]: what a thread has loaded at once, added up."""
+    """[BN, BD] -> [BN, BD / V]: each thread adds up what it has loaded at once."""
     return tl.sum(tl.reshape(values, (BN, BD // V, V)), 2)
 
 
@@ -110,7 +110,7 @@ def columns_of(start, BD: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def row_tiles(row_starts, known, start, D, BD: tl.constexpr, DEPTH: tl.constexpr, V: tl.constexpr):
-    """The next tiles of the rows: all of them on their way before the first is used."""
+    """The next tiles of the rows; all of them are on their way before the first is used."""
     tiles = ()
     for step in tl.static_range(DEPTH):
         cols = columns_of(start + step * BD, BD, V)

@@ -1,4 +1,4 @@
-"""The tokens that enter every block of the frozen model, as many as the centres start from, in one pass."""
+"""One pass over the frozen model that samples the tokens entering every block, from which the centres start."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
     from monkeyjump.tuner.routers.base import BlockRouter
 
-# What a CPU is taken to do in a minute, in floating-point operations of a forward; a number of its own, not measured,
-# so that the centres are the same on every machine.
+# How many floating-point operations of a forward a CPU is assumed to do in a minute. Nothing is measured, so that the
+# centres are the same on every machine.
 _MINUTE_OF_A_CPU = 60 * 30e9
 PAPERS_TOKENS = 50_000
 _FEWEST_TOKENS = 2_000
@@ -167,5 +167,5 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
-    """The indices there. To a GPU from pinned memory: a copy from other memory waits for all work in the queue."""
+    """Copy indices to a device. They go to a GPU from pinned memory, as other copies wait for all work in the queue."""
     return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)

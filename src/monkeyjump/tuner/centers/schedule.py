@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.layer import MonkeyJumpLayer
 
 Layers = list["MonkeyJumpLayer"]
-MOST_READS = 4  # of the count from the device; data-parallel training that broadcasts buffers writes it every time
+# The host reads the count from the device this often and then gives up: someone, such as data-parallel training that
+# broadcasts buffers, writes it in every forward.
+MOST_READS = 4
 
 
 class Schedule:
@@ -59,7 +61,7 @@ class Schedule:
                 self._known[name] = (_version(name, layers), self._known[name][1] + 1)
 
     def abandon(self, name: str, layers: Layers) -> None:
-        """Let go of what a forward staged that did not finish."""
+        """Drop what an unfinished forward has staged."""
         if name in self.unfinished:
             with torch.no_grad():
                 torch._foreach_zero_([layer.monkeyjump_staged_count[name] for layer in layers])

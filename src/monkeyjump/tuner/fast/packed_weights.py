@@ -51,7 +51,7 @@ class PackedWeights:
 def managed(model: nn.Module) -> bool:
     """Whether something gathers the weights for a call and frees them after it: FSDP, ZeRO-3.
 
-    A weight that was put elsewhere would stay behind, whole, on every rank.
+    A packed weight would stay behind, whole, on every rank.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards has imported it
     kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.fast.packed_weights import PackedWeights
     from monkeyjump.tuner.layer import MonkeyJumpLayer
 
-MOST_RANKS = 64  # of all projections of a group together: more are as well computed one by one
+MOST_RANKS = 64  # of all projections of a group together; with more, computing them one by one is as fast
 # Names of projections that read the same tensor where one module holds them.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -58,7 +58,7 @@ class SharedInput:
     def output(self, layer: MonkeyJumpLayer, x: Tensor) -> Tensor | None:
         """The output of this projection, adapter included; None if it has to be computed by itself."""
         place, call = layer.places[self.adapter_name], running().call
-        if self.members[place] is not layer or not dispatch.uses_kernels(x):  # replicas are no members
+        if self.members[place] is not layer or not dispatch.uses_kernels(x):  # DataParallel copies are no members
             return None
         ahead = None if call is None else call.ahead
         if ahead is not None and ahead.outputs:
@@ -81,7 +81,7 @@ class SharedInput:
         return y
 
     def traced_output(self, place: int, x: Tensor) -> Tensor | None:
-        """The same for a compiler. What is kept between two projections is part of one graph and leaves nothing."""
+        """`output` under a compiler. What is kept between two projections belongs to one graph and ends with it."""
         if not self.traceable or not dispatch.uses_kernels(x):
             return None
         if self._traced is not None and self._traced[0] is x and place in self._traced[1]:
@@ -92,7 +92,7 @@ class SharedInput:
                 return None
             outputs = dict(enumerate(ys))
         y = outputs.pop(place)
-        self._traced = (x, outputs) if outputs else None  # or the compiled graph would hand them out
+        self._traced = (x, outputs) if outputs else None  # else the compiled graph would return them
         return y
 
     def seed(self, device: torch.device) -> Tensor | None:
@@ -114,7 +114,7 @@ class SharedInput:
         return self.members[0].monkeyjump_adapter[self.adapter_name]
 
     def prepare(self) -> None:
-        """Find out whether a compiler may trace this group: called before it does."""
+        """Find out whether a compiler may trace this group. This runs before it does."""
         weights: list[Any] = [getattr(member.base_layer, "weight", None) for member in self.members]
         usable = all(isinstance(weight, Tensor) and dispatch.uses_kernels(weight) for weight in weights)
         alike = usable and len({weight.dtype for weight in weights}) == 1 and not self.apart
@@ -126,7 +126,7 @@ class SharedInput:
         from monkeyjump.ops.gated_lora import Projection, grouped_lora
 
         name = self.adapter_name
-        routing = members[0].routers.get(name)  # of the whole group, or none
+        routing = members[0].routers.get(name)  # one router for the whole group, or none
         places = [member.routers[name][1] for member in members] if routing else []
         given: Any = routing[0].gate_all(name, places, x) if routing else [None] * len(members)
         columns = given if isinstance(given, GateColumns) else None
@@ -145,7 +145,7 @@ class SharedInput:
 
     def _together(self) -> Frozen | None:
         """The weights of all members as one, or None where that cannot be."""
-        if torch.compiler.is_compiling():  # `prepare` has looked
+        if torch.compiler.is_compiling():  # `prepare` has checked the weights
             return None if self._packed is None else self._packed.frozen
         if self._packed is not None and not self._packed.intact():
             self._packed, self.packs = None, False  # somebody moves the weights: leave them alone
@@ -159,7 +159,7 @@ class SharedInput:
         return None if self._packed is None else self._packed.frozen
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has weights of its own, and no outputs."""
+        """A copy starts without packed weights, seeds and outputs: these belong to the original."""
         return {**vars(self), "_packed": None, "_traced": None, "given": None, "traceable": False}
 
 
@@ -173,7 +173,7 @@ class Seeds:
 
     @classmethod
     def of(cls, table: Tensor) -> Seeds:
-        """Seeds that are there already."""
+        """Seeds whose table has already been drawn."""
         seeds = cls(len(table))
         seeds._tables[table.device] = table
         return seeds
@@ -195,7 +195,7 @@ class Seeds:
 
 
 class SharedInputs:
-    """All groups of a model."""
+    """Holds all groups of a model, prepares them for compilers, and draws their seeds."""
 
     def __init__(self) -> None:
         self.groups: list[SharedInput] = []
@@ -203,7 +203,7 @@ class SharedInputs:
 
     @property
     def prepared(self) -> bool:
-        """Whether a compiler takes groups for granted."""
+        """Whether compiled code relies on the groups."""
         return self._prepared > 0
 
     def plan(self, adapter_name: str, layers: Iterable[MonkeyJumpLayer]) -> None:
@@ -231,7 +231,7 @@ class SharedInputs:
         self._number()
 
     def leave(self, adapter_name: str, layer: MonkeyJumpLayer) -> None:
-        """A projection without this adapter: its group is no more."""
+        """Dissolve the group of a projection that loses this adapter."""
         group = layer.shared.get(adapter_name)
         if group is not None:
             for member in group.members:
@@ -241,20 +241,20 @@ class SharedInputs:
             self._number()
 
     def prepare(self) -> None:
-        """Let a compiler know the groups, until `release`."""
+        """Let compiled code rely on the groups, until `release`."""
         self._prepared += 1
         for group in self.groups:
             group.prepare()
 
     def release(self) -> None:
-        """The last to ask for `prepare` is gone: no compiler may take groups for granted any more."""
+        """Undo one `prepare`. After the last of them compiled code may no longer rely on the groups."""
         self._prepared -= 1
         if not self.prepared:
             for group in self.groups:
                 group.traceable, group.given = False, None
 
     def draw_seeds(self, call: ModelCall) -> None:
-        """The seeds of a training forward: in one kernel, where the first mask is asked for."""
+        """Give a training forward its seeds, which one kernel draws when the first mask is asked for."""
         if call.seeds is None:
             call.seeds = Seeds(len(self.groups))
             self.hand_out(call)

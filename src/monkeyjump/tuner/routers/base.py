@@ -1,4 +1,4 @@
-"""One block: where it is entered, its router makes gates, which its projections then read.
+"""The router of one block: it makes gates when the block is entered, and the block's projections read them.
 
 Shapes: B batch, T tokens, D hidden width, E routed projections of the block, G gates of one projection.
 """
@@ -56,7 +56,7 @@ class BlockRouter:
         ]
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Where the block is entered: the decision of every active adapter."""
+        """Decide for every active adapter. This runs when the block is entered."""
         active = self.active()
         if active or self.collects():
             call = self.call()
@@ -94,7 +94,7 @@ class BlockRouter:
         return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
 
     def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> GateColumns | list[Tensor]:
-        """The gates of projections that read the same x, as columns of one tensor where they are."""
+        """The gates of projections that read the same x, as columns of one tensor where that is possible."""
         wide = self._fitted(self._gates_of(adapter_name), x, adapter_name, positions[0])
         return GateColumns(wide, tuple(positions), 1)
 
@@ -103,7 +103,7 @@ class BlockRouter:
         return False
 
     def observe(self, adapter_name: str, position: int, x: Tensor, base: Tensor, gate: Tensor) -> None:
-        """Called after a routed projection, with its input, frozen output and gate: for losses on what experts do."""
+        """Take losses on what experts do. It runs after a routed projection, with its input, frozen output and gate."""
 
     def _gates_of(self, adapter_name: str) -> Tensor:
         call = running().blocks
@@ -118,7 +118,7 @@ class BlockRouter:
         )
 
     def _fitted(self, gate: Tensor, x: Tensor, adapter_name: str, position: int) -> Tensor:
-        """Gates [B, T or 1, G] in the leading shape of x: [..., G]."""
+        """Bring gates [B, T or 1, G] into the leading shape of x: [..., G]."""
         shape = self.call().shape
         if x.dim() == 2 and gate.dim() == 3:  # a module that flattens its tokens
             gate = gate.expand(*shape, -1).reshape(-1, gate.shape[-1])

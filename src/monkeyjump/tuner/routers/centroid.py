@@ -15,7 +15,7 @@ from monkeyjump.tuner.routers.base import BlockRouter
 
 
 class CentroidRouter(BlockRouter):
-    """Gates without parameters or gradients: by centres, by task, or the same for all (a control)."""
+    """Makes gates without parameters or gradients: by centres, by task, or the same for all (a control)."""
 
     def collects(self) -> bool:
         return self.blocks.context.collector is not None
@@ -28,7 +28,7 @@ class CentroidRouter(BlockRouter):
             gates = call.gates_of.get((self.path, name)) if call.recomputing else None
             if gates is not None:
                 if self.configs[name].jitter > 0 or self.configs[name].router == "shuffled":
-                    self._route(name, h, True, call)  # draws what the forward drew, for the dropout after it
+                    self._route(name, h, True, call)  # draws as the forward did, so that later dropout agrees with it
             else:
                 gates = self._decided(name, h, training, call)
                 if call.staging and not torch.compiler.is_compiling():

@@ -40,7 +40,7 @@ class LearnedRouterOfBlock(BlockRouter):
         self.module = module
         self.reads_norm = False
         self.experts: dict[str, int] = {}
-        self.statements: dict[tuple[str, int], Statement] = {}  # by adapter name and position: the same in all blocks
+        self.statements: dict[tuple[str, int], Statement] = {}  # by adapter name and position
 
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
         super().add(adapter_name, config, block, layers)
@@ -151,7 +151,7 @@ class LearnedRouterOfBlock(BlockRouter):
     def _note(
         self, name: str, position: int, x: Tensor, decision: LearnedDecision, counted: list[MonkeyJumpLayer]
     ) -> None:
-        """What a decision leaves behind: its balance loss, the tokens of its experts, an entry in the trace."""
+        """Record a decision: stage its balance loss, count the tokens of its experts, and trace its gates."""
         call = self.call()
         if counted[0].training:
             mask = self._fitted_mask(x, call)

@@ -93,7 +93,7 @@ class FeedForwardExperts(LearnedRouterOfBlock):
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
         super().add(adapter_name, config, block, layers)
         for layer in layers:
-            if not any(layer is known for known in self.hooked):  # by an adapter that may be deleted by now
+            if not any(layer is known for known in self.hooked):  # an earlier adapter may have hooked it
                 self.hooked.append(layer)
                 self._handles += [
                     layer.register_forward_pre_hook(self.before_projection),
@@ -101,7 +101,7 @@ class FeedForwardExperts(LearnedRouterOfBlock):
                 ]
 
     def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
-        """The experts are chosen where the feed-forward is entered; the mask is known here."""
+        """Note the mask, which is known here; the experts are chosen where the feed-forward is entered."""
         call.mask = call.real_tokens(call.shape, h.device)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -143,7 +143,7 @@ class FeedForwardExperts(LearnedRouterOfBlock):
 
     @staticmethod
     def _slots() -> Slots | None:
-        """Those of the feed-forward that runs in this thread."""
+        """The slots of the feed-forward that runs in this thread."""
         call = running().blocks
         return None if call is None else call.slots
 
@@ -183,7 +183,7 @@ class FeedForwardExperts(LearnedRouterOfBlock):
 class IdleRouter(LearnedRouterOfBlock):
     """The router of a block without feed-forward targets: nothing depends on it but its own balance loss.
 
-    Kept because MixLoRA on attention alone is counted with it: plain LoRA and one router per block.
+    MixLoRA on attention alone is plain LoRA and one router per block, and its parameters are counted with that router.
     """
 
     def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:

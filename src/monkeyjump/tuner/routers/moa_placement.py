@@ -1,5 +1,5 @@
-"""What MoA looks for in a block: where its further experts live (a bottleneck beside the feed-forward, a prompt in the
-attention), and the norm that its router may read."""
+"""The modules that MoA needs in a block: the feed-forward and the attention beside which its further experts live (a
+bottleneck and a prompt), and the norm that its router may read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Extra:
 
     kind: str  # parallel | prompt
     module: str  # path of the feed-forward, or of the attention
-    heads: int = 0  # of the attention
+    heads: int = 0  # number of heads of the attention
 
 
 def plan_extras(

@@ -68,7 +68,7 @@ class MoreRouter(LearnedRouterOfBlock):
         return gate
 
     def observe(self, *args: Any) -> None:
-        """Nothing more to learn from a projection's output."""
+        """MoRE takes no loss from the output of a projection."""
 
     def _tasks(self, config: MonkeyJumpConfig, h: Tensor, call: BlocksCall) -> RowTasks:
         task_ids = self._task_ids(call, h)
@@ -80,7 +80,7 @@ class MoreRouter(LearnedRouterOfBlock):
                     "remove_unused_columns=False)."
                 )
             return RowTasks(None, row_weights(call.inputs(call.shape, h.device), config.more.task_rep))
-        cheap = task_ids.device.type == "cpu" and not torch.compiler.is_compiling()  # elsewhere a look synchronises
+        cheap = task_ids.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would have to wait
         if cheap and not bool(((task_ids >= 0) & (task_ids < config.more.tasks)).all()):
             raise ConfigError(
                 f"task_ids={task_ids.flatten().tolist()} must lie in 0..{config.more.tasks - 1}: raise "

@@ -1,4 +1,4 @@
-"""What adapters do once per optimiser step, beside the optimizer.
+"""The work that adapters do once per optimiser step, beside the optimizer.
 
 AdaLoRA's rank budget: the diagonal entries of the whole model compete, and the least important are zeroed.
 

@@ -17,9 +17,9 @@ Key = tuple[str, str]  # adapter name, key of the router
 
 @dataclass
 class Statement:
-    """What one router has to say about the current training forward. Overwritten, never appended to.
+    """What one router reports about the current training forward, which overwrites what an earlier one left.
 
-    A router writes to its own, never to a table of all routers: code that is traced for one block must hold for all.
+    A router writes to its own statement, not to a table of all: code that is traced for one block must serve them all.
     """
 
     config: MonkeyJumpConfig
@@ -28,7 +28,7 @@ class Statement:
     contrastive: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model has nothing of a forward that was interrupted."""
+        """A copy of the model keeps nothing of an interrupted forward."""
         return {**vars(self), "load": None, "probability": None, "contrastive": None}
 
 
@@ -44,7 +44,7 @@ class RouterLosses:
     last: dict[str, Tensor] = field(default_factory=dict)  # unweighted, detached: "balance", "contrastive"
 
     def statement(self, adapter: str, router: str, config: MonkeyJumpConfig) -> Statement:
-        """What a router is to write to, in the place of what it may have had."""
+        """Make the statement that a router writes to, in the place of an earlier one."""
         self.statements[adapter, router] = Statement(config)
         return self.statements[adapter, router]
 
