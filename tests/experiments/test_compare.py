@@ -37,7 +37,6 @@ class FakeRuns:
         self.settings: list[dict[str, Any]] = []
         self.tested: list[str] = []
         self.diverge: set[float] = set()  # rates at which training blows up
-        self.measured: dict[str, Any] = {}
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
         monkeypatch.setattr(module.Shared, "give_back", lambda *args: None)
@@ -61,7 +60,6 @@ class FakeRuns:
                 "steps_per_second": 2.0,
                 "peak_memory_bytes": None,
                 "diverged_at": 3 if lr in self.diverge else None,
-                **self.measured,
             },
             report=self.report(recipe) if test else None,
             model=None,

@@ -37,9 +37,7 @@ class EvaluationSettings:
 
     split: str = "test"
     mode: Mode = "letter"
-    answer_format: AnswerFormat | None = (
-        None  # what the prompt asks for, as in training; None: text for text, else letter
-    )
+    answer_format: AnswerFormat | None = None  # what the prompt asks for, as in training; None: as the mode
     limit: int | None = None  # most examples of a task; drawn by the task's name, so that all runs see the same ones
     batch_tokens: int | None = None  # padded tokens of one forward; None: by device
     data: str | Path | None = None  # folder of data files; None: each task's own source
@@ -84,6 +82,8 @@ def evaluate(
     without adapter is the base model: its scores are in the report's base column. A `memory` that calls for adapters of
     one base model share keeps what they all need: encoded examples and the answers of the base model.
     """
+    from tqdm import tqdm
+
     settings = _settings(settings, changes)
     chosen = _tasks(tasks)
     sides = _sides(model, settings.compare_base)
@@ -91,7 +91,8 @@ def evaluate(
     examples = {task.name: _sample(task, settings) for task in chosen}
     encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
     memory = memory or Memory()
-    with _bar(sum(map(len, examples.values())) * len(sides), settings.progress) as bar:
+    total = sum(map(len, examples.values())) * len(sides)
+    with tqdm(total=total, desc="evaluating", unit="example", disable=not settings.progress, leave=False) as bar:
         scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
         pool = ThreadPoolExecutor(1)  # encodes one task after another beside the model
         jobs = {
@@ -204,14 +205,6 @@ def _described(model: nn.Module, settings: EvaluationSettings) -> dict[str, Any]
         del shown[name]
     name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
     return {"model": Path(name).name if Path(name).is_absolute() else name, **shown, "answer_format": settings.format}
-
-
-@contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Any]:
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="evaluating", unit="example", disable=not shown, leave=False) as bar:
-        yield bar
 
 
 # -- numbers ------------------------------------------------------------------------------------
