@@ -1,4 +1,4 @@
-"""A model that knows its parameters and its mode, for as long as they do not change.
+"""A model that knows its modules, its parameters and its mode, for as long as they do not change.
 
 A Trainer asks for all parameters and sets the mode of all modules several times in every step. With the modules of a
 few hundred adapters each walk takes milliseconds of the host, which a captured step does not leave.
@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-_KNOWN, _MODE = "_known_parameters", "_known_parameters' mode"
+_KNOWN = "_known_parameters"
+_MODE, _MODULES = f"{_KNOWN}: mode", f"{_KNOWN}: modules"
 
 
 class _Knows(nn.Module):
@@ -20,6 +21,9 @@ class _Knows(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return iter(vars(self)[_KNOWN]) if recurse else super().parameters(recurse)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        return iter(vars(self)[_MODULES]) if remove_duplicate else super().modules(remove_duplicate)
 
     def train(self, mode: bool = True) -> Any:
         """Nothing is done where this was the last to set a mode; somebody may have changed that of single modules."""
@@ -46,7 +50,7 @@ def known_modules(model: nn.Module) -> Iterator[None]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     before = [(holder, type(holder)) for holder in dict.fromkeys((model, base))]
     for holder, kind in before:
-        vars(holder)[_KNOWN] = list(holder.parameters())
+        vars(holder).update({_KNOWN: list(holder.parameters()), _MODULES: list(holder.modules())})
         knowing = _KnowsNumber if hasattr(kind, "num_parameters") else _Knows
         holder.__class__ = type(kind.__name__, (knowing, kind), {"__module__": kind.__module__})
     try:
