@@ -208,22 +208,31 @@ class Judge:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
         report: Any = yield
         method = method_of_item(item) or ""
-        outcome = report.outcome
-        applicable = [entry for entry in self.differences if entry.concerns(item.nodeid, method)]
+        judged: dict[str, Any] = {"file": Path(str(item.fspath)).stem, "method": method, "outcome": report.outcome}
+        numbers = [n for n, entry in enumerate(self.differences) if entry.concerns(item.nodeid, method)]
         if report.failed and call.excinfo is not None:
             error = f"{call.excinfo.typename}: {call.excinfo.value} <= {_statement(call.excinfo)}"
-            entry = next((entry for entry in applicable if entry.explains(error)), None)
-            if entry is None:
-                kind = error.rpartition(" <= ")[0] if "ConfigError" in error else error
-                self.unexplained.setdefault(_one_line(kind), []).append(item.nodeid.rpartition("::")[2])
+            number = next((n for n in numbers if self.differences[n].explains(error)), None)
+            if number is None:
+                judged["error"] = _one_line(error.rpartition(" <= ")[0] if "ConfigError" in error else error)
             else:
-                self.hits[entry] += 1
-                report.outcome, report.wasxfail, outcome = "skipped", entry.reason, "different"
-        if report.when == "call" or (report.when == "setup" and not report.passed):
-            self.tried.update(applicable)
-            table = self.counts.setdefault((Path(str(item.fspath)).stem, method), Counter())
-            table[outcome] += 1
+                report.outcome, report.wasxfail = "skipped", self.differences[number].reason
+                judged |= {"outcome": "different", "hit": number}
+        report.user_properties.append(("judged", {**judged, "tried": numbers}))  # processes of xdist send it along
         return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count, in the process that prints the summary."""
+        judged = dict(report.user_properties).get("judged")
+        if judged is None:
+            return
+        if "error" in judged:
+            self.unexplained.setdefault(judged["error"], []).append(report.nodeid.rpartition("::")[2])
+        if "hit" in judged:
+            self.hits[self.differences[judged["hit"]]] += 1
+        if report.when == "call" or (report.when == "setup" and judged["outcome"] != "passed"):
+            self.tried.update(self.differences[number] for number in judged["tried"])
+            self.counts.setdefault((judged["file"], judged["method"]), Counter())[judged["outcome"]] += 1
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.section("PEFT's tests on our methods")
