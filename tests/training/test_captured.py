@@ -246,3 +246,21 @@ def test_models_with_windows_keep_their_masks() -> None:
     base.config._attn_implementation = "eager"
     with attending(base, pads_last=True) as used:
         assert used == "eager"
+
+
+def test_packed_sequences_keep_apart_with_and_without_boundaries() -> None:
+    model = adapted(ema_stop=0).train()
+    ids = lm_batch(1, 9)["input_ids"]
+    row = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), "use_cache": False}
+    expected = model(**row).logits
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    with attending(model, pads_last=True):
+        for more in ({}, told):
+            torch.testing.assert_close(model(**row, **more).logits, expected, atol=1e-5, rtol=1e-5)
+    alone = model(input_ids=ids, use_cache=False).logits
+    assert not torch.allclose(alone[0, 4:], expected[0, 4:], atol=1e-3)
+    for block in model.get_base_model().model.layers:  # type: ignore[union-attr]
+        block.self_attn.forward = lambda hidden_states: hidden_states  # takes nothing that it does not know
+    with attending(model, pads_last=True) as used:
+        assert used == MASKED

@@ -1,12 +1,15 @@
 """Attention for training batches whose padding is known: no mask is made, so that the fast kernels are not shut out.
 
 Pads at the end of a row need no mask under causal attention: no real token comes after them. Sequences packed into one
-row need none either where the kernel is told where each begins (`cu_seq_lens_q`). Elsewhere Transformers looks at the
-mask on the host to see whether one is needed, which a captured step cannot do: then it is always made.
+row need none either where the kernel is told where each begins (`cu_seq_lens_q`); packed rows that do not tell it have
+their mask. Elsewhere Transformers looks at the mask on the host to see whether one is needed, which a captured step
+cannot do: then it is always made.
 """
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,18 +23,40 @@ PADS_LAST, MASKED = "monkeyjump_pads_last", "monkeyjump_masked"
 @contextmanager
 def attending(model: Any, pads_last: bool) -> Iterator[str]:
     """Train inside with the faster attention; yields what is used. A forward without gradients has its mask."""
-    config = (model.get_base_model() if hasattr(model, "get_base_model") else model).config
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config
     before = getattr(config, "_attn_implementation", None)
-    name = _fitting(config, before, pads_last)
+    name = _fitting(config, before, pads_last and _hands_on(base))
     if name is None:
         yield f"{before}"
         return
     _register()
+
+    def look(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        _forward.boundaries = kwargs.get("cu_seq_lens_q") is not None
+
+    handle = base.register_forward_pre_hook(look, with_kwargs=True)
     config._attn_implementation = name
     try:
         yield name
     finally:
         config._attn_implementation = before
+        handle.remove()
+
+
+class _Forward(threading.local):
+    boundaries = False  # whether the forward of this thread says where its packed sequences begin
+
+
+_forward = _Forward()
+
+
+def _hands_on(base: nn.Module) -> bool:
+    """Whether the attention of a model takes arguments that it does not know, as the boundaries of sequences are."""
+    named = [(path.rpartition(".")[2].lower(), module) for path, module in base.named_modules()]
+    attentions = [module for name, module in named if ("attn" in name or "attention" in name) and [*module.children()]]
+    takes = [inspect.signature(module.forward).parameters.values() for module in attentions]
+    return bool(takes) and all(any(p.kind is p.VAR_KEYWORD for p in parameters) for parameters in takes)
 
 
 def _fitting(config: Any, before: str | None, pads_last: bool) -> str | None:
@@ -49,14 +74,16 @@ def _register() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    def in_evaluation(*args: Any, **kwargs: Any) -> Tensor | None:
-        return None if torch.is_grad_enabled() else sdpa_mask(*args, **kwargs)
+    def where_needed(*args: Any, **kwargs: Any) -> Tensor | None:
+        # Transformers allows no skip where it sees, or cannot look whether, sequences are packed
+        causal = kwargs.get("allow_is_causal_skip", True) or _forward.boundaries
+        return None if torch.is_grad_enabled() and causal else sdpa_mask(*args, **kwargs)
 
     def always(*args: Any, **kwargs: Any) -> Tensor | None:
         return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
 
     AttentionInterface.register(PADS_LAST, pads_last_attention)
-    AttentionMaskInterface.register(PADS_LAST, in_evaluation)
+    AttentionMaskInterface.register(PADS_LAST, where_needed)
     AttentionInterface.register(MASKED, sdpa_attention_forward)
     AttentionMaskInterface.register(MASKED, always)
 
