@@ -136,7 +136,17 @@ def test_auto_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two processes, a run that fails in one of them, and the same command again."""
     recipe = str(write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny")))
-    words = ["compare", recipe, "train.max_steps=3", "train.save_steps=4", "--methods", "lora,mjlora", "--seeds", "2"]
+    words = [
+        "compare",
+        recipe,
+        "train.max_steps=3",
+        "train.save_steps=4",
+        "train.bf16=false",
+        "--methods",
+        "lora,mjlora",
+        "--seeds",
+        "2",
+    ]
     assert main([*words, "--no-controls", "--output", str(tmp_path / "one"), "--jobs", "1"]) == 0
     again = [*words, "--no-controls", "--output", str(tmp_path / "two"), "--jobs", "2"]
     busy = Path("cells", "lora", "lr-0.01", "seed-1")

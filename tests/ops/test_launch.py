@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,9 @@ class Kernel:
 
         return ask
 
+    def warmup(self, *args: Any, grid: tuple, num_warps: int, num_stages: int) -> Any:
+        return Compiled(self)
+
 
 class Compiled:
     function, packed_metadata = 11, 12
@@ -53,6 +58,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "DIRECT", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a tensor of the CPU says
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     streams = SimpleNamespace(get_current_stream=lambda device: device + STREAMS)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=streams))
     return launch.Launcher(Kernel())
@@ -66,6 +72,20 @@ def test_the_same_kind_of_arguments_is_launched_directly(launcher: Any) -> None:
     ((grid, args),) = launcher.kernel.direct
     assert grid == (4, 3, 1)
     assert all(found is given for found, given in zip(args, others, strict=True))
+
+
+def test_kernels_that_are_named_first_are_compiled_once(launcher: Any) -> None:
+    """Inside nothing is launched; afterwards nothing has to be compiled, and other threads launch all the time."""
+    with launch.compiled_together() as named:
+        for _ in range(2):
+            launcher((2, 1), *FIRST)
+        beside = Thread(target=launcher, args=((2, 1), *FIRST[:-1], 32))
+        beside.start()
+        beside.join()
+    assert len(named) == len(launcher.kernel.asked) == 1
+    launcher((4, 3), *FIRST)
+    assert len(launcher.kernel.asked) == 1
+    assert launcher.kernel.direct == [((4, 3, 1), FIRST)]
 
 
 @pytest.mark.parametrize("direct", [True, False])

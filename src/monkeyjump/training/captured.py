@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten
 
 from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
 from monkeyjump.training.progress import say
-from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack
+from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack, undone
 from monkeyjump.tuner.call import calls_of
 from monkeyjump.tuner.fast.packed_weights import managed
 from monkeyjump.tuner.model import find_context
@@ -100,6 +100,8 @@ class CapturedCall:
         kwargs.pop("num_items_in_batch", None)  # the loss reads it; here every number would be another shape
         if self._caches and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False  # nobody generates here, and a graph gives no cache
+        if not self._seen:
+            self._compile_kernels(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs, self._told()))
         recorded = self._recorded(leaves, spec)
         if isinstance(recorded, str):
@@ -109,6 +111,19 @@ class CapturedCall:
         output, flight = recorded.run(leaves)
         self._flight = weakref.ref(flight)
         return output
+
+    def _compile_kernels(self, args: Any, kwargs: Any) -> None:
+        """Compile what a step needs, all kernels at once, before the first step waits for one after another."""
+        if not self._parameters[0].is_cuda:
+            return
+        from monkeyjump.ops.kernels.launch import compiled_together
+
+        alone = torch.autograd.set_multithreading_enabled(False)  # kernels are named by the thread that enters
+        with undone(self.stack.module), compiled_together(), alone:
+            leaves, _ = tree_flatten(self.stack.call(*args, **kwargs))
+            live = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            torch.autograd.grad(live, trained, [torch.zeros_like(leaf) for leaf in live], allow_unused=True)
 
     def _recorded(self, leaves: list[Any], spec: Any) -> Recorded | str:
         """The graphs of these inputs, or why there are none."""
@@ -155,6 +170,8 @@ class CapturedCall:
             say(f"no memory to capture batches of shape {shape}, which run without: lower batch_size or max_length")
             return None
         except RuntimeError as error:
+            while isinstance(error.__context__, RuntimeError):  # ending a recording that failed fails, too
+                error = error.__context__
             say(f"a step cannot be captured and runs without: {str(error).splitlines()[0]}")
             return None
         self.report.graphs += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Protocol
 
@@ -49,6 +50,8 @@ class CudaGraph:
 
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         memory, mode = self._memory, "thread_local"  # other threads may load data meanwhile
+        collecting = gc.isenabled()
+        gc.disable()  # what it would free now may be a graph or an event, which a recording does not survive
         try:
             with torch.cuda.graph(self._graph, pool=memory.pool, stream=memory.stream, capture_error_mode=mode):
                 return work()
@@ -56,6 +59,9 @@ class CudaGraph:
             torch.cuda.empty_cache()
             memory.renew()
             raise
+        finally:
+            if collecting:
+                gc.enable()
 
     def replay(self) -> None:
         self._graph.replay()

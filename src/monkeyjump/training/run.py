@@ -38,6 +38,7 @@ from monkeyjump.training.trainer import (
     last_checkpoint,
     training_arguments,
 )
+from monkeyjump.tuner.centers.calibrate import compile_early
 from monkeyjump.tuner.centers.sample import affordable_tokens
 from monkeyjump.tuner.count import ParameterCount, count_parameters
 
@@ -96,6 +97,7 @@ def _run(
     base, tokenizer = shared.take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
+    compile_early(model)
     on_gpu = torch.cuda.is_available()
     settings = FastSettings.of_recipe(recipe, on_gpu, ranks.num_processes)
     batches = training_data(recipe, tasks, tokenizer, settings)

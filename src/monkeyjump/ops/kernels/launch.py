@@ -9,7 +9,11 @@ is not part of Triton's public interface, so only versions that it was seen to w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +35,25 @@ def knows_compiled_kernels(version: str) -> bool:
 
 
 DIRECT = knows_compiled_kernels(triton.__version__)
+_named: ContextVar[dict[Any, Callable[[], None]] | None] = ContextVar("_named", default=None)
+
+
+@contextmanager
+def compiled_together(threads: int = 8) -> Iterator[dict[Any, Callable[[], None]]]:
+    """Launches of this thread inside only name the kernels they need; on leaving, all are compiled at the same time.
+
+    What such launches should have written is undefined. Triton gives the GIL away while it compiles, so that the
+    twenty kernels of a training step take the time of three.
+    """
+    named: dict[Any, Callable[[], None]] = {}
+    token = _named.set(named)
+    try:
+        yield named
+    finally:
+        _named.reset(token)
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(compile) for compile in named.values()]:
+            done.result()
 
 
 class Launcher:
@@ -62,7 +85,17 @@ class Launcher:
             return
         if len(self.compiled) == MOST_KEYS:
             self.compiled.clear()
-        self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
+        named = _named.get()
+        if named is None:
+            self.compiled[variant] = self.kernel[grid](*args, num_warps=warps, num_stages=stages)
+        else:
+            named[self, variant] = partial(self._compile, variant, device, grid, args, warps, stages)
+
+    def _compile(
+        self, variant: tuple, device: int, grid: tuple[int, int], args: tuple, warps: int, stages: int
+    ) -> None:
+        with torch.cuda.device(device):
+            self.compiled[variant] = self.kernel.warmup(*args, grid=grid, num_warps=warps, num_stages=stages)
 
 
 def _launch(compiled: Any, device: int, grid: tuple[int, int, int], args: tuple) -> None:

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Bytes of fp32 states that are clustered together; more blocks at once only save kernel launches.
 CLUSTERED_AT_ONCE = 2**30
+_FEW_TOKENS = 4096  # enough for kernels of the kind that a whole sample needs
 # The fields of a config that decide where its centres start, beside its blocks and their numbers of experts.
 _DECIDING = ("center_init", "route_space", "ema_space", "similarity", "granularity", "sequence_token")
 
@@ -84,6 +86,23 @@ def initialize_centers(
         _set_centers(router, name, centers, mean)
     shares = {router.key: shares for router, (_, _, shares) in zip(routers, found, strict=True)}
     return CalibrationReport(name, config.center_init, kept, shares)
+
+
+def compile_early(model: nn.Module) -> None:
+    """Compile the kernels of k-means on a GPU in another thread: a first run would wait some seconds for them."""
+    from monkeyjump.tuner.model import find_context
+
+    context, parameter = find_context(model), next(model.parameters())
+    router = None if context is None else next(context.routers(), None)
+    if router is None or not parameter.is_cuda:
+        return
+    for name, config in router.configs.items():
+        if config.uses_centers and config.center_init == "kmeans":
+            centers = [layer.monkeyjump_center[name] for layer in router.layers[name]]
+            generator = torch.Generator(parameter.device).manual_seed(0)
+            tokens = torch.empty(1, _FEW_TOKENS, len(centers[0]), dtype=parameter.dtype, device=parameter.device)
+            tokens.normal_(generator=generator)
+            Thread(target=spherical_kmeans, args=(tokens, len(centers)), kwargs={"max_iter": 1}, daemon=True).start()
 
 
 def _all_centers(
