@@ -18,6 +18,9 @@ class RunAgain:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    def prepare(self, work: Callable[[], None]) -> None:
+        work()
+
     def rehearse(self, work: Callable[[], None]) -> None:
         work()
 

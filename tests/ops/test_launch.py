@@ -59,6 +59,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launch, "DIRECT", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a tensor of the CPU says
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     streams = SimpleNamespace(get_current_stream=lambda device: device + STREAMS)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=streams))
     return launch.Launcher(Kernel())

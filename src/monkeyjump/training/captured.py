@@ -18,7 +18,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten
 
 from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
 from monkeyjump.training.progress import say
-from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack, undone
+from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack
 from monkeyjump.tuner.call import calls_of
 from monkeyjump.tuner.fast.packed_weights import managed
 from monkeyjump.tuner.model import find_context
@@ -93,6 +93,7 @@ class CapturedCall:
         self._parameters = list(stack.module.parameters())
         self._tuner = next((part for part in stack.module.modules() if isinstance(part, BaseTunerLayer)), None)
         self._tensors: tuple[Any, ...] = ()
+        self._prepared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.stack.module.training and torch.is_grad_enabled()):
@@ -100,8 +101,6 @@ class CapturedCall:
         kwargs.pop("num_items_in_batch", None)  # the loss reads it; here every number would be another shape
         if self._caches and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False  # nobody generates here, and a graph gives no cache
-        if not self._seen:
-            self._compile_kernels(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs, self._told()))
         recorded = self._recorded(leaves, spec)
         if isinstance(recorded, str):
@@ -111,19 +110,6 @@ class CapturedCall:
         output, flight = recorded.run(leaves)
         self._flight = weakref.ref(flight)
         return output
-
-    def _compile_kernels(self, args: Any, kwargs: Any) -> None:
-        """Compile what a step needs, all kernels at once, before the first step waits for one after another."""
-        if not self._parameters[0].is_cuda:
-            return
-        from monkeyjump.ops.kernels.launch import compiled_together
-
-        alone = torch.autograd.set_multithreading_enabled(False)  # kernels are named by the thread that enters
-        with undone(self.stack.module), compiled_together(), alone:
-            leaves, _ = tree_flatten(self.stack.call(*args, **kwargs))
-            live = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-            torch.autograd.grad(live, trained, [torch.zeros_like(leaf) for leaf in live], allow_unused=True)
 
     def _recorded(self, leaves: list[Any], spec: Any) -> Recorded | str:
         """The graphs of these inputs, or why there are none."""
@@ -135,6 +121,10 @@ class CapturedCall:
         self._forget_if_moved()
         if self._tuner is not None:  # others may be active, or none
             key = (*key, self._tuner.disable_adapters, tuple(self._tuner.active_adapters), bool(self._tuner.merged))
+        if not self._prepared:
+            self._prepared = True
+            with suppress(RuntimeError):  # whatever it is, a real step will meet it again
+                Recorded(self.stack, leaves, spec).prepare()
         self._seen[key] += 1
         if key not in self._graphs:
             if self._seen[key] <= WARM_UP:
@@ -165,6 +155,7 @@ class CapturedCall:
     def _record(self, leaves: list[Any], spec: Any) -> Recorded | None:
         try:
             recorded = Recorded(self.stack, leaves, spec)
+            recorded.record()
         except torch.OutOfMemoryError:
             shape = tuple(next(value.shape for value in leaves if isinstance(value, Tensor)))
             say(f"no memory to capture batches of shape {shape}, which run without: lower batch_size or max_length")

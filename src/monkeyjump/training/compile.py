@@ -72,6 +72,8 @@ def compiled(
     context = find_context(base)
     if context is not None:
         context.shared_inputs.prepare()
+    if next(base.parameters()).is_cuda:
+        _start_workers()
     with patched, _measured() as report:
         for part in parts:
             part._compiled_call_impl = _TrainingCall(part, what, call, report, asked)
@@ -82,6 +84,14 @@ def compiled(
                 del part._compiled_call_impl
             if context is not None:
                 context.shared_inputs.release()
+
+
+def _start_workers() -> None:
+    """Have the processes that compile kernels ready for the first graph, which would otherwise compile them itself."""
+    with suppress(ImportError, AttributeError):  # not a public part of torch
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
 
 
 def compiled_parts(base: nn.Module, what: str) -> list[Any]:

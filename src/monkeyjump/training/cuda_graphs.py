@@ -13,6 +13,8 @@ from torch import Tensor
 class Graph(Protocol):
     """Work that is done again, into the same tensors, whenever it is replayed."""
 
+    def prepare(self, work: Callable[[], None]) -> None: ...
+
     def rehearse(self, work: Callable[[], None]) -> None: ...
 
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]: ...
@@ -39,6 +41,14 @@ class CudaGraph:
 
     def __init__(self, memory: Memory) -> None:
         self._graph, self._memory = torch.cuda.CUDAGraph(), memory
+
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Compile the kernels of the work, all at once; what it computes is undefined."""
+        from monkeyjump.ops.kernels.launch import compiled_together
+
+        # kernels are named by the thread that is inside, so the backward must not have one of its own
+        with compiled_together(), torch.autograd.set_multithreading_enabled(False):
+            work()
 
     def rehearse(self, work: Callable[[], None]) -> None:
         """Do the work on the stream that will be recorded: libraries keep things for each stream."""

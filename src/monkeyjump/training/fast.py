@@ -97,6 +97,10 @@ def _stacks(model: Any, asked: bool) -> list[Any]:
         return []
 
 
+def _checkpoints(module: Any) -> bool:
+    return bool(getattr(module, "gradient_checkpointing", False))
+
+
 def distributed() -> bool:
     import torch.distributed as ranks
 
@@ -121,7 +125,9 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
         report.fused_loss = stack.enter_context(with_fused_loss(model, chosen.fused_loss, parameter.is_cuda))
         if chosen.few_shapes and (stacks := _stacks(model, chosen.asked)):
             report.attention = stack.enter_context(attending(model, chosen.pads_last))
-            if chosen.compile:
+            if chosen.compile and not chosen.asked and any(map(_checkpoints, model.modules())):
+                say("blocks are not compiled: gradient checkpointing computes them again by another graph")
+            elif chosen.compile:
                 compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
                 report.compiled = stack.enter_context(compiling)
             if chosen.capture:

@@ -57,8 +57,15 @@ class Recorded:
         self.upstream: list[Tensor] = []
         self.used: list[int] = []
         self.forward, self.backward = stack.new_graph(), stack.new_graph()
-        with _without_random_states(stack.module):
-            with undone(stack.module):  # a recording can load no kernel and compile nothing
+
+    def prepare(self) -> None:
+        """Compile what will be needed."""
+        with _without_random_states(self.stack.module), _undone(self.stack.module):
+            self.forward.prepare(self._rehearsed)
+
+    def record(self) -> None:
+        with _without_random_states(self.stack.module):
+            with _undone(self.stack.module):  # a recording can load no kernel and compile nothing
                 self.forward.rehearse(self._rehearsed)
             self.live = []
             outputs = self.forward.record(self._forward)
@@ -186,7 +193,7 @@ def _without_autocast_cache() -> Iterator[None]:
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
+def _undone(module: nn.Module) -> Iterator[None]:
     """What is done inside changes no buffer and draws no random number."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {buffer.device for buffer in module.parameters() if buffer.is_cuda}

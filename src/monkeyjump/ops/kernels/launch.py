@@ -95,7 +95,10 @@ class Launcher:
         self, variant: tuple, device: int, grid: tuple[int, int], args: tuple, warps: int, stages: int
     ) -> None:
         with torch.cuda.device(device):
-            self.compiled[variant] = self.kernel.warmup(*args, grid=grid, num_warps=warps, num_stages=stages)
+            torch.cuda.synchronize()  # a new thread knows no context of the device until it has asked for something
+            compiled = self.kernel.warmup(*args, grid=grid, num_warps=warps, num_stages=stages)
+            _ = compiled.run  # what launches it is compiled now, too
+            self.compiled[variant] = compiled
 
 
 def _launch(compiled: Any, device: int, grid: tuple[int, int, int], args: tuple) -> None:
