@@ -11,7 +11,8 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import cache as cache_in_memory
 from functools import lru_cache
 from itertools import islice
@@ -23,10 +24,13 @@ from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.cells import Row
 from monkeyjump.tasks.files import ENDINGS, read_rows
+from monkeyjump.tasks.media import stored
 from monkeyjump.tasks.task import SPLITS, Example, FileSource, GeneratedSource, HubSource, Task
 
 VALIDATION_FRACTION = 0.05
-_ROW_TEXT = json.JSONEncoder(sort_keys=True, ensure_ascii=True, default=str)
+_ROW_TEXT = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=True, default=lambda v: hashlib.sha256(v).hexdigest() if type(v) is bytes else str(v)
+)
 
 
 def load_examples(
@@ -48,9 +52,9 @@ def load_examples(
     if known in _loaded:
         examples = _loaded[known]
     elif known is not None and split == "validation" and (kept := cache.read(_examples_key(known))) is not None:
-        examples = _loaded[known] = [Example(row[0], tuple(row[1]), *row[2:]) for row in json.loads(bytes(kept))]
+        examples = _loaded[known] = [Example.from_json(row) for row in json.loads(bytes(kept))]
     elif limit is not None or known is None:
-        examples = list(islice(stream_examples(task, split, data_dir, **options), limit))
+        examples = [_stored(one) for one in islice(stream_examples(task, split, data_dir, **options), limit)]
     else:
         examples = _load(task, split, data_dir, **options)
     if not examples:
@@ -71,17 +75,23 @@ def _load(task: Task, split: str, data_dir: str | Path | None, seed: int, valida
         return [origin(task, part, data_dir, seed=seed, validation_fraction=validation_fraction) for part in parts]
 
     before, found = origins(), {part: list[Example]() for part in parts}
+    folder = media_folder(task, split, data_dir)
     for number, row in enumerate(_source_rows(task, parts[0], data_dir, seed, streaming=False), start=1):
         part = parts[carved and _in_validation(row, validation_fraction)]
-        found[part].append(task.example(row, number))
+        found[part].append(_stored(task.example(row, number, folder)))
     if before == origins():  # no file has changed while it was read
         _loaded.update(zip(before, found.values(), strict=True))
         if carved and before[1] is not None:  # a few rows, for which nobody should read all of train again
-            rows = [list(astuple(example)) for example in found["validation"]]
-            cache.write(_examples_key(before[1]), json.dumps(rows).encode())
+            rows = [asdict(example) for example in found["validation"]]
+            with suppress(TypeError):  # pictures that could not be put into files
+                cache.write(_examples_key(before[1]), json.dumps(rows).encode())
         while len(_loaded) > 1 and sum(map(len, _loaded.values())) > _MOST_LOADED:
             del _loaded[next(iter(_loaded))]
     return found[split]
+
+
+def _stored(example: Example) -> Example:
+    return replace(example, media=tuple(map(stored, example.media))) if example.media else example
 
 
 def _examples_key(known: str) -> str:
@@ -90,7 +100,8 @@ def _examples_key(known: str) -> str:
 
 def stream_examples(task: Task, split: str, data_dir: str | Path | None = None, **options: Any) -> Iterator[Example]:
     """The same, one at a time."""
-    return (task.example(row, number) for number, row in stream_rows(task, split, data_dir, **options))
+    folder = media_folder(task, split, data_dir)
+    return (task.example(row, number, folder) for number, row in stream_rows(task, split, data_dir, **options))
 
 
 def stream_rows(
@@ -104,10 +115,9 @@ def stream_rows(
 ) -> Iterator[tuple[int, Row]]:
     """Rows with their numbers in their source, from 1. `streaming`: do not download a hub dataset first."""
     _check_split(split, validation_fraction)
-    own_validation = has_own_validation(task, data_dir)
-    stored = split if split == "test" or own_validation else "train"
-    rows = enumerate(_source_rows(task, stored, data_dir, seed, streaming), start=1)
-    if split == "test" or own_validation:
+    part = _stored_split(task, split, data_dir)
+    rows = enumerate(_source_rows(task, part, data_dir, seed, streaming), start=1)
+    if split == "test" or has_own_validation(task, data_dir):
         return rows
     wanted = split == "validation"
     return ((number, row) for number, row in rows if _in_validation(row, validation_fraction) == wanted)
@@ -151,7 +161,7 @@ def origin(
     None where that is not known: for data of the hub, and for tasks with code of the user's own.
     """
     own_validation = has_own_validation(task, data_dir)
-    path = file_of(task, split if split == "test" or own_validation else "train", data_dir)
+    path = file_of(task, _stored_split(task, split, data_dir), data_dir)
     try:
         if path is not None and path.is_file():
             source: Any = ("".join(path.suffixes), file_hash(path))
@@ -193,7 +203,7 @@ def file_hash(path: Path) -> str:
     return (_file_hash.__wrapped__ if recent else _file_hash)(path, known.st_mtime_ns, known.st_size)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2**17)
 def _file_hash(path: Path, _time: int, _size: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -224,6 +234,17 @@ def has_own_validation(task: Task, data_dir: str | Path | None) -> bool:
         return find_file(Path(data_dir).expanduser() / task.name, "validation") is not None
     splits = task.source.files if isinstance(task.source, FileSource) else getattr(task.source, "splits", {})
     return "validation" in splits
+
+
+def _stored_split(task: Task, split: str, data_dir: str | Path | None) -> str:
+    """The split whose file holds the rows of a split: train has those of validation where none are given."""
+    return split if split == "test" or has_own_validation(task, data_dir) else "train"
+
+
+def media_folder(task: Task, split: str, data_dir: str | Path | None) -> Path | None:
+    """Where the paths of pictures and clips count from: the folder of the data file. None without a file."""
+    path = file_of(task, _stored_split(task, split, data_dir), data_dir) if task.media else None
+    return path if path is None or path.is_dir() else path.parent
 
 
 def file_of(task: Task, split: str, data_dir: str | Path | None) -> Path | None:

@@ -12,7 +12,15 @@ from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import cache
-from monkeyjump.tasks.load import file_hash, file_of, has_own_validation, load_examples, origin, stream_rows
+from monkeyjump.tasks.load import (
+    file_hash,
+    file_of,
+    has_own_validation,
+    load_examples,
+    media_folder,
+    origin,
+    stream_rows,
+)
 from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
 
 MOST_ROWS = 10_000  # of a split; a file may have millions
@@ -34,13 +42,13 @@ class SplitLook:
     @classmethod
     def of(cls, task: Task, split: str, examples: list[Example], complete: bool = True) -> SplitLook:
         answers = Counter(example.answer for example in examples)
-        letters = Counter(example.letter for example in examples if example.options)
+        letters = Counter(example.letter for example in examples if example.letter)
         return cls(task.name, split, len(examples), complete, answers, letters, examples[:100])
 
     @classmethod
     def from_json(cls, text: bytes) -> SplitLook:
         known = json.loads(text)
-        examples = [Example(**example | {"options": tuple(example["options"])}) for example in known["examples"]]
+        examples = [Example.from_json(example) for example in known["examples"]]
         counts = {name: Counter(known[name]) for name in ("answers", "letters")}
         return cls(**known | counts | {"examples": examples})
 
@@ -109,9 +117,10 @@ def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options
     good, bad, problems = list[Example](), 0, list[str]()
     try:
         rows = stream_rows(task, split, data_dir, **options)
+        folder = media_folder(task, split, data_dir)
         for number, row in islice(rows, most):
             try:
-                good.append(task.example(row, number))
+                good.append(task.example(row, number, folder))
             except ConfigError as error:
                 bad += 1
                 problems += error.problems if bad <= _SHOWN_PROBLEMS else []

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.cells import BadLabelError, Row, has_column
+from monkeyjump.tasks.cells import BadLabelError, Row, has_column, lookup
+from monkeyjump.tasks.media import BadMediaError, Media, MediaKind, media_in
 
 Split = Literal["train", "validation", "test"]
 AnswerFormat = Literal["letter", "text"]
-Metric = Literal["accuracy", "spearman", "exact_match"]
+Metric = Literal["accuracy", "spearman", "exact_match", "relaxed_accuracy", "vqa_accuracy"]
+Modality = Literal["text", "image", "video"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 ANSWER_FORMATS: tuple[AnswerFormat, ...] = ("letter", "text")
-METRICS: tuple[Metric, ...] = ("accuracy", "spearman", "exact_match")
+METRICS: tuple[Metric, ...] = get_args(Metric)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -32,6 +34,23 @@ class Example:
     score: float | None = None  # the gold number of a regression task; the options are then numbers too
     cut: Literal["end", "start"] = "end"  # which end of the context is given up first
     task: str = ""
+    answers: tuple[str, ...] = ()  # what several people answered; `free_answer` is then the most frequent
+    metric: Metric = "exact_match"  # how a free answer is judged
+    media: tuple[Media, ...] = ()  # pictures and clips, in the order in which the message shows them before its text
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Example:
+        """The example that `dataclasses.asdict` and JSON have been through."""
+        lists = {name: tuple(fields[name]) for name in ("options", "answers")}
+        return cls(**fields | lists | {"media": tuple(Media(**media) for media in fields["media"])})
+
+    @property
+    def lettered(self) -> bool:
+        """Whether letters name the options; there are not enough for a hundred classes, which are named by their text.
+
+        Such options are not listed in the prompt: the list would be longer than all else.
+        """
+        return 0 < len(self.options) <= len(LETTERS)
 
     @property
     def answer(self) -> str:
@@ -40,25 +59,26 @@ class Example:
 
     @property
     def letter(self) -> str:
-        """The right option's letter; empty for a free answer."""
-        return LETTERS[self.label] if self.options else ""
+        """The right option's letter; empty where there is none."""
+        return LETTERS[self.label] if self.lettered else ""
 
     def target(self, answer_format: AnswerFormat) -> str:
         """What the model is taught to say."""
-        return self.letter if answer_format == "letter" and self.options else self.answer
+        return self.letter if answer_format == "letter" and self.lettered else self.answer
 
     def targets(self, answer_format: AnswerFormat) -> list[str]:
         """What the model could say: one string per option, in order; for a free answer only the right one."""
         if not self.options:
             return [self.free_answer]
-        return list(LETTERS[: len(self.options)]) if answer_format == "letter" else list(self.options)
+        by_letter = answer_format == "letter" and self.lettered
+        return list(LETTERS[: len(self.options)]) if by_letter else list(self.options)
 
     def prompt(self, answer_format: AnswerFormat, context: str | None = None) -> str:
         """The user's message: context, question, lettered options, and which form of answer is wanted."""
         context = self.context if context is None else context
         parts = [context] if context else []
         parts.append(self.question)
-        if self.options:
+        if self.lettered:
             parts += [f"{letter}. {option}" for letter, option in zip(LETTERS, self.options, strict=False)]
             parts.append("Answer with the letter." if answer_format == "letter" else "Answer with the option's text.")
         return "\n".join(parts)
@@ -102,14 +122,18 @@ class Task:
     source: Source
     options: tuple[str, ...] | None = None  # where every row has the same ones
     metric: Metric = "accuracy"
-    modality: str = "text"
+    modality: Modality = "text"
     description: str = ""
+    media: tuple[str, ...] = ()  # columns that hold the pictures or clips, at least one of them in every row
 
-    def example(self, row: Row, number: int = 1) -> Example:
-        """Render one row; `number` counts rows from 1, for error messages."""
+    def example(self, row: Row, number: int = 1, folder: Path | None = None) -> Example:
+        """Render one row; `number` counts rows from 1, for error messages; paths of pictures count from `folder`."""
         self._check_columns(row, number)
         try:
-            example = replace(self.render(row), task=self.name)
+            media = self._media(row, folder)
+            example = replace(self.render(row), task=self.name, metric=self.metric, media=media)
+        except BadMediaError as error:
+            raise BadMediaError(f"task {self.name!r}, row {number}: {error.problems[0]}") from error
         except BadLabelError as error:
             raise self._problem(f"row {number}: {error}. Correct the row, or the task's options.") from error
         if example.options and not 0 <= example.label < len(example.options):
@@ -117,17 +141,24 @@ class Task:
                 f"row {number}: label {example.label} is outside the {len(example.options)} options "
                 f"({', '.join(example.options)}). Correct the row, or the task's options."
             )
-        if len(example.options) > len(LETTERS):
-            raise self._problem(f"row {number}: {len(example.options)} options, but there are {len(LETTERS)} letters.")
         return example
 
     def examples(self, rows: Iterable[Row]) -> list[Example]:
         return [self.example(row, number) for number, row in enumerate(rows, start=1)]
 
+    def _media(self, row: Row, folder: Path | None) -> tuple[Media, ...]:
+        kind: MediaKind = "video" if self.modality == "video" else "image"
+        found = tuple(media for column in self.media for media in media_in(lookup(row, column), kind, folder))
+        if self.media and not found:
+            raise BadMediaError(
+                f"there is no {kind} in {' or '.join(map(repr, self.media))}. Fill the cell, or leave the row out."
+            )
+        return found
+
     def _check_columns(self, row: Row, number: int) -> None:
         missing = [
             name
-            for name in self.fields
+            for name in (*self.fields, *self.media)
             if name not in row and not any(has_column(row, part) for part in name.split("|"))
         ]
         if missing:

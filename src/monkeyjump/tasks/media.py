@@ -1,0 +1,240 @@
+"""Pictures and clips: what a row says of them, and how they become RGB pictures.
+
+A row holds a path, the encoded bytes, or a list of either. Paths count from the folder of the data file and may not
+leave it: data from strangers cannot make a model read other files of the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.tasks.cells import missing, opened
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MediaKind = Literal["image", "video"]
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_ORIENTATION = 0x0112  # the EXIF tag
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # its values as Pillow's transpositions
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A picture or a clip: the path of its file, or the encoded bytes."""
+
+    kind: MediaKind
+    content: str | bytes
+
+    def __repr__(self) -> str:
+        """Names bytes by their hash, because keys of caches are made from what is printed."""
+        content = self.content if isinstance(self.content, str) else identity(self)
+        return f"Media({self.kind!r}, {content!r})"
+
+    @property
+    def name(self) -> str:
+        """What error messages call it."""
+        return repr(self.content) if isinstance(self.content, str) else f"of {len(self.content):,} bytes"
+
+
+class BadMediaError(ConfigError):
+    """A picture or clip that cannot be used: which one, why, and what to do."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, title="bad data")
+
+
+def identity(media: Media) -> str:
+    """A hash of the content, for keys of caches."""
+    from monkeyjump.tasks.load import file_hash
+
+    if isinstance(media.content, bytes):
+        return hashlib.sha256(media.content).hexdigest()
+    try:
+        return file_hash(Path(media.content))
+    except OSError as error:
+        raise _unreadable(media, error) from error
+
+
+# -- from a cell of a row -----------------------------------------------------------------------
+
+
+def media_in(cell: Any, kind: MediaKind, folder: Path | None) -> Iterator[Media]:
+    """What a cell holds: a path, bytes, `{"bytes": ..., "path": ...}` as parquet files of the hub have it, or a list.
+
+    `folder` is where paths count from; None for rows that come without files.
+    """
+    cell = opened(cell)
+    if isinstance(cell, Mapping):  # bytes first: the path is then a name that leads nowhere
+        cell = cell.get("path") if cell.get("bytes") is None else cell["bytes"]
+    if isinstance(cell, list | tuple):
+        for entry in cell:
+            yield from media_in(entry, kind, folder)
+    elif isinstance(cell, bytes):
+        yield Media(kind, cell)
+    elif isinstance(cell, str) and cell:
+        yield Media(kind, str(_inside(folder, cell, kind)))
+    elif not missing(cell) and cell != "":
+        raise BadMediaError(f"{kind} {cell!r:.80} is neither a path nor bytes. Write the path of a file.")
+
+
+def _inside(folder: Path | None, name: str, kind: str) -> Path:
+    if folder is None:
+        raise BadMediaError(
+            f"{kind} {name!r} is a path, but these rows come without files. Put the rows and the files into a folder."
+        )
+    root = _resolved(folder)
+    path = (root / name).resolve()
+    if Path(name).is_absolute() or not path.is_relative_to(root):
+        raise BadMediaError(
+            f"{kind} {name!r} is outside {str(folder)!r}. Paths count from the folder of the data file and must stay "
+            "in it, links included: copy the files there and write relative paths."
+        )
+    if not path.is_file():
+        raise BadMediaError(f"{kind} {name!r}: there is no such file in {str(folder)!r}. Paths count from that folder.")
+    return path
+
+
+@lru_cache(maxsize=64)
+def _resolved(folder: Path) -> Path:
+    return folder.resolve()
+
+
+def stored(media: Media) -> Media:
+    """The same with its bytes in a file of the cache folder: lists of examples must fit in memory.
+
+    Where nothing can be written the bytes stay.
+    """
+    from monkeyjump.models.bundled import cache_dir
+
+    if isinstance(media.content, str):
+        return media
+    path = cache_dir() / "media" / identity(media)
+    with suppress(OSError):
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            number, scratch = tempfile.mkstemp(dir=path.parent)
+            with open(number, "wb") as file:
+                file.write(media.content)
+            os.replace(scratch, path)
+        return Media(media.kind, str(path))
+    return media
+
+
+# -- pictures -----------------------------------------------------------------------------------
+
+
+def open_image(media: Media) -> Image:
+    """A picture as RGB, upright as its EXIF says, on white where it is transparent."""
+    Image = _package("PIL.Image", "Pillow")
+    try:
+        with Image.open(_file(media)) as image:
+            limit = Image.MAX_IMAGE_PIXELS
+            if limit and image.width * image.height > limit:
+                raise Image.DecompressionBombError
+            image.load()
+            return _rgb(_upright(image, Image), Image)
+    except Image.DecompressionBombError as error:
+        raise BadMediaError(
+            f"image {media.name} has more than {Image.MAX_IMAGE_PIXELS:,} pixels. Scale it down, or set "
+            "PIL.Image.MAX_IMAGE_PIXELS if you trust it."
+        ) from error
+    except Exception as error:  # decoders of damaged files raise almost anything
+        raise _unreadable(media, error) from error
+
+
+def _upright(image: Image, pillow: Any) -> Image:
+    try:
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # damaged EXIF: the picture itself is good
+        return image
+    return image if turn is None else image.transpose(pillow.Transpose(turn))
+
+
+def _rgb(image: Image, pillow: Any) -> Image:
+    if image.mode.startswith(("I", "F")):  # more than 8 bits, which Pillow would clip and not scale
+        values = np.asarray(image).astype(np.float64)
+        top = float(values.max())
+        full = 65535 if image.mode.startswith("I;16") or top > 255 else 1 if image.mode == "F" and top <= 1 else 255
+        return pillow.fromarray((values * (255 / full)).clip(0, 255).round().astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = image.copy()
+    white.paste((255, 255, 255, 255), (0, 0, *image.size))
+    white.alpha_composite(image)
+    return white.convert("RGB")
+
+
+# -- clips --------------------------------------------------------------------------------------
+
+
+def read_frames(media: Media, count: int) -> list[Image]:
+    """`count` frames of a clip at equal distances, the first and the last among them; short clips repeat frames."""
+    av = _package("av", "PyAV")
+    try:
+        total = _packets(av, media)
+        while total:
+            wanted = np.linspace(0, total - 1, count, dtype=int).tolist()
+            frames, decoded = _decoded(av, media, set(wanted))
+            if decoded > wanted[-1]:
+                return [frames[index] for index in wanted]
+            total = decoded  # packets that give no frame
+    except (av.error.FFmpegError, OSError, ValueError, IndexError) as error:
+        raise _unreadable(media, error) from error
+    raise BadMediaError(f"video {media.name} has no frames. Leave its row out, or make the file again.")
+
+
+def _packets(av: Any, media: Media) -> int:
+    """How many frames a clip should have. What its head says is often missing or wrong."""
+    with av.open(_file(media), metadata_errors="ignore") as container:
+        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+
+
+def _decoded(av: Any, media: Media, wanted: set[int]) -> tuple[dict[int, Image], int]:
+    found: dict[int, Image] = {}
+    number = 0
+    with av.open(_file(media), metadata_errors="ignore") as container:
+        container.streams.video[0].thread_type = "AUTO"
+        for frame in container.decode(container.streams.video[0]):
+            if number in wanted:
+                found[number] = frame.to_image().rotate(frame.rotation, expand=True)
+            number += 1
+            if len(found) == len(wanted):
+                break
+    return found, number
+
+
+def _file(media: Media) -> Any:
+    return io.BytesIO(media.content) if isinstance(media.content, bytes) else media.content
+
+
+def _unreadable(media: Media, error: Exception) -> BadMediaError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return BadMediaError(
+        f"{media.kind} {media.name} cannot be read ({reason}). The file may be damaged or incomplete: "
+        "get it again, or leave its row out."
+    )
+
+
+def _package(module: str, name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f'pictures and clips need {name}: pip install "monkeyjump[vision]".', title="missing package"
+        ) from error
