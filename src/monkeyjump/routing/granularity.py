@@ -12,6 +12,7 @@ from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 
+KINDS = ("text", "image", "video")  # of the tokens that a language model reads
 IGNORE = -100  # the label value that Transformers and PEFT leave out of the loss
 
 
@@ -27,6 +28,7 @@ class CallInputs:
     segments: Tensor | None = None  # [B, T] int64, which packed sequence of the row a token is in
     generated_from: int | None = None  # width of the prompt that `generate` was called with
     training: bool = False
+    kinds: Tensor | None = None  # [B, T] int64, the place of each token's kind in KINDS; None: one kind
 
     @property
     def real(self) -> Tensor:
@@ -46,7 +48,7 @@ class Selection:
 
 def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selection:
     if granularity == "token":
-        return Selection(queries=inputs.mask)
+        return Selection(queries=inputs.mask if inputs.kinds is None else balanced(inputs.real, inputs.kinds))
     inputs = _without_generated(inputs)
     if sequence_token in ("mean", "max"):
         segments = inputs.segments
@@ -62,6 +64,20 @@ def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selecti
     source = (_last_in_row if inputs.segments is None else _last_in_segment)(inputs, sequence_token)
     followed = torch.zeros(inputs.shape, dtype=torch.bool, device=source.device).scatter(1, source, True)
     return Selection(queries=followed if inputs.mask is None else followed & inputs.mask, source=source)
+
+
+def balanced(real: Tensor, kinds: Tensor) -> Tensor:
+    """[B, T] True on as many real tokens of each kind as there are of the rarest, at equal distances.
+
+    A picture is hundreds of tokens beside a few words: if all were counted, pictures alone would move the centres.
+    """
+    own = (kinds == torch.arange(len(KINDS), device=kinds.device).view(-1, 1, 1)) & real
+    flat = own.flatten(1).long()  # [kinds, B * T]
+    number = flat.sum(1, keepdim=True)
+    fewest = torch.where(number > 0, number, flat.shape[1]).amin()
+    place = flat.cumsum(1)  # from 1 in each kind
+    chosen = place * fewest // number.clamp_min(1) > (place - 1) * fewest // number.clamp_min(1)
+    return (chosen.view_as(own) & own).any(0)
 
 
 def pool_rows(h: Tensor, mask: Tensor | None, how: str) -> Tensor:

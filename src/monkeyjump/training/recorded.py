@@ -22,7 +22,7 @@ from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.fast.shared_inputs import Seeds
 from monkeyjump.tuner.recomputation import HOLDERS
 
-TOLD = ("labels", "task_ids", "prompt_lengths")  # what the stack reads of the call around it
+TOLD = ("labels", "task_ids", "prompt_lengths", "token_ids")  # what the stack reads of the call around it
 SAID = ("load", "probability", "contrastive")  # what learned routers say to the top of the model
 
 

@@ -13,6 +13,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.call import BlocksCall, Decisions, ModelCall, calls_of, running
 from monkeyjump.tuner.centers.schedule import Schedule
 from monkeyjump.tuner.layer import UNINITIALIZED, MonkeyJumpLayer
+from monkeyjump.tuner.module_paths import language_path, outside_language
 from monkeyjump.tuner.recomputation import carry_calls, forget_calls, refuse_unknown_recomputation
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class BlockList:
         self.context = context
         self.owner = owner
         self.path = path
+        self.tower = outside_language(path, language_path(context.base))
         self.holders: list[nn.Module] = []  # the lists themselves and the modules around them
         self.routers: dict[str, BlockRouter] = {}
         self.initialized: set[str] = set()
@@ -85,7 +87,7 @@ class BlockList:
         tokens = blocks.arguments["input_ids"]
         tokens = blocks.arguments["inputs_embeds"] if tokens is None else tokens
         deciding = [name for name, config in active.items() if _decides_for_rows(config, blocks.call)]
-        if deciding:
+        if deciding and not self.tower:
             width = None if tokens is None else int(tokens.shape[1])
             blocks.kept = self._kept_decisions(blocks, width, deciding[0])
         for name, config in active.items():

@@ -69,6 +69,7 @@ class ModelCall:
     entered: bool = False  # whether the base model has been entered; if not, PEFT's wrapper or the blocks opened it
     seeds: Seeds | None = None  # they make the dropout masks, one for each group of shared inputs
     ahead: MadeAhead | None = None
+    token_ids: Tensor | None = None  # of a model that reads pictures or clips
 
 
 @dataclass(eq=False)
@@ -119,13 +120,26 @@ class BlocksCall:
         made = self.selections.get(adapter_name)
         if made is None or not _made_for(made[0], shape):
             inputs = self.inputs((shape[0], shape[1]), device)
+            if not config.balance_kinds:
+                inputs.kinds = None
             made = (shape[0], shape[1]), select(inputs, config.granularity, config.sequence_token)
             self.selections[adapter_name] = made
         return made[1]
 
+    def kinds(self, shape: tuple[int, int]) -> Tensor | None:
+        """[B, T] the kind of each token, as a place in KINDS; None where all are of one kind."""
+        ids = self.call.token_ids
+        if ids is None or self.blocks.tower or tuple(ids.shape) != tuple(shape):
+            return None
+        found = torch.zeros_like(ids)
+        for place, token in self.call.context.kind_ids:
+            found = torch.where(ids == token, place, found)
+        return found
+
     def inputs(self, shape: tuple[int, int], device: torch.device) -> CallInputs:
         """The arguments of this forward in the form that selection understands."""
-        context, arguments, generation = self.call.context, self.arguments, self.call.generation
+        context, arguments = self.call.context, self.arguments
+        generation = None if self.blocks.tower else self.call.generation
         width = None if generation is None else generation.prompt_width
         mask = real_tokens(arguments.get("attention_mask"), shape)
         if mask is None and generation is not None and generation.prompt_mask is not None:
@@ -139,7 +153,7 @@ class BlocksCall:
         if segments is not None and seq_idx is not None:
             mask = seq_idx >= 0 if mask is None else mask & (seq_idx >= 0)
         labels, lengths = arguments.get("labels"), self.call.prompt_lengths
-        has_answers = context.causal and (labels is None or labels.shape == shape)
+        has_answers = context.causal and not self.blocks.tower and (labels is None or labels.shape == shape)
         per_row = has_answers and (segments is None or lengths is None or lengths.shape[0] == shape[0])
         # in a decoder that reads an encoder's states, every token but the first belongs to the answer
         decodes = context.encoder_decoder and arguments.get("encoder_hidden_states") is not None
@@ -152,6 +166,7 @@ class BlocksCall:
             segments=segments,
             generated_from=1 if decodes else width,
             training=self.staging and has_answers,
+            kinds=self.kinds(shape),
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from monkeyjump.routing.granularity import IGNORE
+from monkeyjump.routing.granularity import IGNORE, KINDS
 from monkeyjump.tuner.block_list import BlockList
 from monkeyjump.tuner.call import Generation, ModelCall, belonging_to, calls_of, running
 from monkeyjump.tuner.fast.shared_inputs import SharedInputs
@@ -45,7 +45,10 @@ class RoutingContext:
         can_generate = getattr(model, "can_generate", None)
         self.encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.causal = can_generate is not None and can_generate() and not self.encoder_decoder
-        self._model = model
+        # the ids that stand for parts of pictures and clips, each with the place of its kind in KINDS
+        found = [(place, getattr(config, f"{kind}_token_id", None)) for place, kind in enumerate(KINDS)]
+        self.kind_ids = [(place, token) for place, token in found[1:] if isinstance(token, int)]
+        self.base = model
         self.outermost = model  # with PEFT's wrapper, where there is one
         self._users_generate: Callable[..., Any] | None = vars(model).get("generate")
         if can_generate is not None and can_generate():
@@ -78,10 +81,10 @@ class RoutingContext:
 
     def remove(self) -> None:
         """Take every hook off the model."""
-        if vars(self._model).get("generate") == self.generate:
-            del self._model.generate
+        if vars(self.base).get("generate") == self.generate:
+            del self.base.generate
             if self._users_generate is not None:
-                self._model.generate = self._users_generate  # type: ignore[assignment]
+                self.base.generate = self._users_generate  # type: ignore[assignment]
         holders: list[RoutingContext | BlockRouter] = [self, *self.routers()]
         for holder in holders:
             for handle in holder._handles:
@@ -127,6 +130,8 @@ class RoutingContext:
             call = self.open()
         call.entered = True
         call.labels = kwargs.get("labels")
+        if self.kind_ids:
+            call.token_ids = kwargs.get("input_ids", args[0] if args else None)
         if module.training and torch.is_grad_enabled():
             self.losses.clear()
             self.shared_inputs.draw_seeds(call)
@@ -159,7 +164,7 @@ class RoutingContext:
         with self.generating(generation):
             if self._users_generate is not None:
                 return self._users_generate(*args, **kwargs)
-            return type(self._model).generate(self._model, *args, **kwargs)  # type: ignore[attr-defined]
+            return type(self.base).generate(self.base, *args, **kwargs)  # type: ignore[attr-defined]
 
     @contextmanager
     def generating(self, generation: Generation) -> Iterator[None]:

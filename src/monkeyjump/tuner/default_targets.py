@@ -21,6 +21,7 @@ LLAMA_LIKE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
 PAPER_SHARED = ["o_proj", "gate_proj"]
 DEFAULT_TARGETS: dict[str, list[str]] = {
     **dict.fromkeys(["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3"], LLAMA_LIKE),
+    **dict.fromkeys(["qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"], LLAMA_LIKE),
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "bert": ["query", "key", "value"],

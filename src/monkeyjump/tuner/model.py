@@ -27,7 +27,7 @@ from monkeyjump.tuner.centers.calibrate import draw_random_centers, needs_no_dat
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.default_targets import DEFAULT_TARGETS, leaves_targets_open, settle, shares_as_the_paper
 from monkeyjump.tuner.layer import MonkeyJumpLayer
-from monkeyjump.tuner.module_paths import block_of, owner_of
+from monkeyjump.tuner.module_paths import block_of, language_path, matches, outside_language, owner_of
 from monkeyjump.tuner.placement import Block, Placement, place
 from monkeyjump.tuner.routers.base import BlockRouter
 from monkeyjump.tuner.routers.centroid import CentroidRouter
@@ -60,6 +60,7 @@ class MonkeyJumpModel(BaseTuner):
         _check_name(adapter_name, config)
         plain = getattr(model, COMPILED.rstrip("."), model)
         is_open, paper = leaves_targets_open(config), shares_as_the_paper(config)
+        self._language = language_path(plain)
         self._prepare_adapter_config(config, self.get_model_config(plain))
         is_target = self._target_test(plain, config, kwargs.get("state_dict"))
         if is_open:
@@ -75,6 +76,20 @@ class MonkeyJumpModel(BaseTuner):
                 self.routing.remove()
             raise
         self._connect(plain, adapter_name, config, placement)
+
+    @classmethod
+    def get_model_config(cls, model: nn.Module) -> dict:
+        """The configuration that default targets go by: of the language model, where there are others beside it."""
+        found = BaseTuner.get_model_config(model)
+        return found if language_path(model) is None else {**found, "model_type": found["text_config"]["model_type"]}
+
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
+        """PEFT's test, but a plain name means projections of the language model: a pattern, or a path, means others."""
+        found = BaseTuner._check_target_module_exists(peft_config, key)
+        names = peft_config.target_modules
+        if found and not isinstance(names, str) and outside_language(key.removeprefix(COMPILED), self._language):
+            return any("." in name and matches(key, name) for name in names or ())
+        return found
 
     def _target_test(
         self, model: nn.Module, config: MonkeyJumpConfig, state_dict: dict[str, torch.Tensor] | None

@@ -65,6 +65,20 @@ def block_of(path: str, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
+def language_path(model: nn.Module) -> str | None:
+    """Where the language model is in one that also reads pictures or sound; None for a model of text alone."""
+    config = getattr(model, "config", None)
+    if not {"vision_config", "audio_config"} & set(getattr(config, "sub_configs", ())):
+        return None
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    return next((path for path, module in model.named_modules() if module is decoder and path), None)
+
+
+def outside_language(path: str, language: str | None) -> bool:
+    """Whether a module belongs to a tower for pictures or sound, or joins it to the language model."""
+    return language is not None and path != language and not path.startswith(f"{language}.")
+
+
 def matches(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
 

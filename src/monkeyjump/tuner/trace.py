@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
+from monkeyjump.routing.granularity import KINDS
 from monkeyjump.tuner.model import require_context
 
 
@@ -44,11 +45,26 @@ class RoutingTrace:
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], tuple[Tensor, Tensor | None, tuple[str, ...]]] = {}  # gates, mask, experts
-        self._sums: dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]] = {}  # jumps, gates, tokens
+        # by block, adapter and kind of token ("" for all): jumps, gates, tokens
+        self._sums: dict[tuple[str, str, str], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def record(self, block: str, adapter: str, names: tuple[str, ...], gates: Tensor, mask: Tensor | None) -> None:
-        key = (block, adapter)
-        self._last[key] = gates.detach(), mask, names
+    def record(
+        self,
+        block: str,
+        adapter: str,
+        names: tuple[str, ...],
+        gates: Tensor,
+        mask: Tensor | None,
+        kinds: Tensor | None = None,
+    ) -> None:
+        self._last[block, adapter] = gates.detach(), mask, names
+        self._add((block, adapter, ""), gates, mask)
+        if kinds is not None:
+            for place, kind in enumerate(KINDS):
+                own = (kinds == place).to(gates.device)
+                self._add((block, adapter, kind), gates, own if mask is None else own & mask.to(gates.device))
+
+    def _add(self, key: tuple[str, str, str], gates: Tensor, mask: Tensor | None) -> None:
         real = gates.detach() if mask is None else gates.detach() * mask.unsqueeze(-1).to(gates.device)
         count = torch.tensor(float(gates.shape[:2].numel())) if mask is None else mask.sum().float()
         tokens = count.to(gates.device)  # sums stay on the device, which would have to end its work for each of them
@@ -71,9 +87,14 @@ class RoutingTrace:
         """The routed projections of a block, in the order of the last dimension of its gates."""
         return list(self._last[self._key(block, adapter)][2])
 
-    def load(self, block: str, adapter: str | None = None) -> ExpertLoad:
-        """Shares over every forward since recording began, padding left out."""
-        jumps, weight, tokens = self._sums[self._key(block, adapter)]
+    def load(self, block: str, adapter: str | None = None, kind: str = "") -> ExpertLoad:
+        """Shares over every forward since recording began, padding left out; of one kind of tokens, if it is named."""
+        key = (*self._key(block, adapter), kind)
+        if key not in self._sums:
+            raise ConfigError(
+                f"kind={kind!r}: no such tokens were told apart. Kinds of a model with pictures: {KINDS}."
+            )
+        jumps, weight, tokens = self._sums[key]
         share, mean_gate = jumps / jumps.sum().clamp_min(1), weight / tokens.clamp_min(1)
         return ExpertLoad(self.experts(block, adapter), share.tolist(), mean_gate.tolist())
 

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _MINUTE_OF_A_CPU = 60 * 30e9
 PAPERS_TOKENS = 50_000
 _FEWEST_TOKENS = 2_000
+_FEWEST_OF_A_KIND = 100  # so many tokens of a kind are kept, even if another has fewer
+_MOST_READ = 4  # times the wanted tokens that are read to find those of a rare kind
 
 
 def affordable_tokens(model: nn.Module) -> int:
@@ -47,6 +50,8 @@ class TokenCollector:
         self.adapter_name, self.config, self.capacity = adapter_name, config, capacity
         self.tokens: dict[str, Tensor] = {}  # block path -> [capacity, D]
         self.kept: dict[int, int] = {}  # tokens of each list of blocks so far
+        self.kinds: dict[int, Tensor] = {}  # their kinds, where there are several
+        self.read = 0  # tokens of the model so far, kept or not
         self.next_batch(None)
 
     def next_batch(self, labels: Tensor | None) -> None:
@@ -74,19 +79,40 @@ class TokenCollector:
         shape = (h.shape[0], h.shape[1])
         key = (id(blocks), shape, h.device)
         if key not in self._placed:
-            selection = select(call.inputs(shape, h.device), self.config.granularity, self.config.sequence_token)
+            inputs = replace(call.inputs(shape, h.device), kinds=None)  # `_room` chooses among the kinds
+            selection = select(inputs, self.config.granularity, self.config.sequence_token)
             if id(blocks) not in self._picks:
                 total, queries = shape[0] if selection.pool is not None else shape[0] * shape[1], selection.queries
                 real = torch.arange(total) if queries is None else queries.flatten().cpu().nonzero().squeeze(-1)
-                before = self.kept.get(id(blocks), 0)
-                rows = self._picks[id(blocks)] = real[: self.capacity - before]
-                self.kept[id(blocks)] = before + rows.shape[0]
+                kinds = call.kinds(shape) if self.config.granularity == "token" and self.config.balance_kinds else None
+                rows = self._picks[id(blocks)] = self._room(blocks, real, None if kinds is None else kinds.cpu())
+                self.kept[id(blocks)] = self.kept.get(id(blocks), 0) + rows.shape[0]
+                self.read += real.shape[0]
             self._placed[key] = selection, _sent(self._picks[id(blocks)], h.device)
         return self._placed[key]
 
+    def _room(self, blocks: BlockList, real: Tensor, kinds: Tensor | None) -> Tensor:
+        """The first of these rows that there is room for: of several kinds, for as many of each."""
+        if kinds is None:
+            return real[: self.capacity - self.kept.get(id(blocks), 0)]
+        before, found = self.kinds.get(id(blocks), kinds.new_zeros(0)), kinds.flatten()[real]
+        seen = torch.cat([before, found]).unique()
+        allowed = torch.zeros_like(found, dtype=torch.bool)
+        for kind in seen:
+            left = self.capacity // len(seen) - int((before == kind).sum())
+            own = found == kind
+            allowed |= own & (own.cumsum(0) <= left)
+        self.kinds[id(blocks)] = torch.cat([before, found[allowed]])
+        return real[allowed]
+
     def sample(self, router: BlockRouter) -> Tensor:
-        """The kept states of a block, [N, D]."""
-        return self.tokens[router.path][: self.kept[id(router.blocks)]]
+        """The kept states of a block, [N, D]: of several kinds as many of each, or a few more of those there are."""
+        states, kinds = self.tokens[router.path][: self.kept[id(router.blocks)]], self.kinds.get(id(router.blocks))
+        if kinds is None:
+            return states
+        own = kinds == kinds.unique()[:, None]
+        most = max(int(own.sum(1).min()), _FEWEST_OF_A_KIND)
+        return states[(own & (own.cumsum(1) <= most)).any(0).to(states.device)]
 
     def _allocate(self, blocks: BlockList, h: Tensor, dtype: torch.dtype) -> None:
         """One tensor for all blocks of a group, in the dtype of the states, so that k-means can take many at a time.
@@ -100,7 +126,14 @@ class TokenCollector:
         self.tokens.update(zip(paths, torch.zeros(shape, dtype=dtype, device=device), strict=True))
 
     def full(self) -> bool:
-        return bool(self.kept) and all(kept == self.capacity for kept in self.kept.values())
+        """Whether every list of blocks has its tokens, or so many were read that a rare kind must do with fewer."""
+        if self.kinds and self.read >= _MOST_READ * self.capacity:
+            return True
+        return bool(self.kept) and all(self._is_full(key, kept) for key, kept in self.kept.items())
+
+    def _is_full(self, key: int, kept: int) -> bool:
+        seen = 1 if key not in self.kinds else len(self.kinds[key].unique())
+        return kept >= self.capacity // seen * seen
 
 
 @torch.no_grad()

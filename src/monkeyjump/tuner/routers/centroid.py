@@ -36,7 +36,9 @@ class CentroidRouter(BlockRouter):
             call.gates[name] = gates
             if trace is not None and not call.recomputing:
                 mask = call.real_tokens(call.shape, h.device)
-                trace.record(self.key, name, self.names[name], gates.expand(*call.shape, -1), mask)
+                trace.record(
+                    self.key, name, self.names[name], gates.expand(*call.shape, -1), mask, call.kinds(call.shape)
+                )
 
     def _decided(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config, layers = self.configs[name], self.layers[name]

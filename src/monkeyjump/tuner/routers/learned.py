@@ -219,7 +219,8 @@ class LearnedRouterOfBlock(BlockRouter):
         if trace is not None and not call.recomputing:
             own = self.configs[name].placement == "block"
             names = self.names[name] if own else tuple(f"expert {n}" for n in range(gates.shape[-1]))
-            trace.record(self._key_of(name, position), name, names, gates.reshape(*call.shape, -1), call.mask)
+            wide, kinds = gates.reshape(*call.shape, -1), call.kinds(call.shape)
+            trace.record(self._key_of(name, position), name, names, wide, call.mask, kinds)
 
     def _key_of(self, name: str, position: int) -> str:
         """How a user names the router. Not for code that is traced: it differs between blocks."""

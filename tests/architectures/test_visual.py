@@ -1,0 +1,199 @@
+"""Models that read pictures: adapters on the language blocks, kinds of tokens, and what all models must do."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+
+import monkeyjump as mj
+from monkeyjump.routing.granularity import balanced
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from tests.helpers import REORDERED, assert_same, gradients
+from tests.visual import IMAGE, MODELS, VIDEO, batch, llava_onevision
+
+OV = "llava_onevision"
+
+
+def adapted(model: str = OV, **changes: Any) -> Any:
+    """A model whose adapters do something, with centres from its own tokens."""
+    settings: dict[str, Any] = {"init_tokens": 60, "dropout": 0.0, **changes}
+    found = get_peft_model(MODELS[model](), mj.MonkeyJumpConfig(**settings))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if name.endswith(".B"):
+                parameter.normal_(std=0.3)
+    if settings.get("granularity") != "task":
+        mj.initialize_centers(found, [batch(model, rows=4, seed=seed) for seed in range(4)], progress=False)
+    return found
+
+
+def answers(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with labels on its last four real tokens."""
+    labels = torch.full_like(given["input_ids"], -100)
+    for row, mask in enumerate(given["attention_mask"]):
+        places = mask.nonzero().squeeze(1)[-4:]
+        labels[row, places] = given["input_ids"][row, places]
+    return {**given, "labels": labels}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_saving_loading_and_generating(model: str, tmp_path: Path) -> None:
+    trained = adapted(model)
+    layers = {path for path, module in trained.named_modules() if isinstance(module, MonkeyJumpLayer)}
+    assert len(layers) == 10
+    assert all(".language_model." in path or ".text_model." in path for path in layers)  # names alone: language only
+    given = batch(model)
+    optimizer = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.1)
+    trained.train()
+    first = trained(**answers(given)).loss
+    first.backward()
+    assert all(gradient.abs().sum() > 0 for name, gradient in gradients(trained).items() if "o_proj" in name)
+    optimizer.step()
+    assert trained(**answers(given)).loss < first
+    trained.eval()
+    trained.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(MODELS[model](), tmp_path)
+    torch.testing.assert_close(loaded(**given).logits, trained(**given).logits, **REORDERED)
+    prompt = batch(model, left=True)
+    found = [m.generate(**prompt, max_new_tokens=4, do_sample=False, eos_token_id=None) for m in (trained, loaded)]
+    assert torch.equal(*found)
+    assert found[0].shape[1] == prompt["input_ids"].shape[1] + 4
+
+
+def test_the_tower_is_adapted_where_it_is_named() -> None:
+    """It has experts, centres and statistics of its own, of patches without a mask."""
+    pattern = r".*(language_model|vision_tower).*layers\.\d+\.self_attn\.(q|k|v)_proj"
+    model = adapted(target_modules=pattern, shared_modules=[], granularity="token")
+    context = model.base_model.routing
+    assert {blocks.tower for blocks in context.lists.values()} == {True, False}
+    given = answers(batch(OV))
+    with mj.record_routing(model) as trace:
+        model.train()
+        model(**given).loss.backward()
+    tower = next(block for block in trace.blocks() if "vision_tower" in block)
+    language = next(block for block in trace.blocks() if "language_model" in block)
+    assert trace.gates(tower).shape == (4, 4, 3)  # two pictures, each whole and as one tile
+    assert trace.mask(tower) is None
+    assert trace.gates(language).shape == (*given["input_ids"].shape, 3)
+    for path, layer in model.named_modules():
+        if isinstance(layer, MonkeyJumpLayer):
+            assert layer.monkeyjump_center["default"].shape == (32 if "vision_tower" in path else 64,)
+    prompt = batch(OV, left=True)
+    assert model.eval().generate(**prompt, max_new_tokens=3, do_sample=False).shape[0] == 2
+
+
+def test_a_path_names_a_module_of_the_tower() -> None:
+    name = "vision_tower.encoder.layers.1.self_attn.q_proj"
+    model = get_peft_model(llava_onevision(), mj.MonkeyJumpConfig(target_modules=["q_proj", name], layers_to_route=[]))
+    towers = [path for path, m in model.named_modules() if isinstance(m, MonkeyJumpLayer) and "vision_tower" in path]
+    assert towers == [f"base_model.model.model.{name}"]
+
+
+def test_as_many_tokens_of_each_kind() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for kinds, share in itertools.product((2, 3), (0.5, 0.9, 1.0)):
+        given = torch.where(torch.rand(4, 37, generator=generator) < share, 1, 0)
+        given[:, 30:] = kinds - 1
+        real = torch.rand(4, 37, generator=generator) < 0.8
+        chosen = balanced(real, given)
+        counts = [int((real & (given == kind)).sum()) for kind in range(3)]
+        fewest = min(count for count in counts if count)
+        assert not (chosen & ~real).any()
+        for kind, count in enumerate(counts):
+            assert int((chosen & (given == kind)).sum()) == (fewest if count else 0)
+    assert torch.equal(balanced(real, torch.zeros_like(given)), real)  # one kind: all
+
+
+def test_centres_start_from_and_follow_all_kinds_alike() -> None:
+    """Rows of four words and twelve patches: as many patches as words are counted."""
+    ids = torch.where(torch.arange(16) % 5 == 0, 50, IMAGE).expand(3, 16).contiguous()
+    words, patches = int((ids != IMAGE).sum()), int((ids == IMAGE).sum())
+    found = {}
+    for balance in (True, False):
+        model = get_peft_model(
+            llava_onevision(), mj.MonkeyJumpConfig(init_tokens=40, balance_kinds=balance, top_k=1, ema_interval=1)
+        )
+        kept = mj.initialize_centers(model, [{"input_ids": ids}], progress=False).tokens_kept
+        model.train()(input_ids=ids, labels=ids)
+        layers = next(iter(model.base_model.routing.routers())).layers["default"]
+        found[balance] = kept, sum(int(layer.monkeyjump_staged_count["default"]) for layer in layers)
+    assert found == {True: (words + 40 // 2, 2 * words), False: (40, words + patches)}
+
+
+def test_loads_by_kind() -> None:
+    model, given = adapted(top_k=1), batch(OV)
+    with mj.record_routing(model) as trace, torch.no_grad():
+        model(**given)
+    whole, text, image = (trace.load("0", kind=kind) for kind in ("", "text", "image"))
+    real = given["attention_mask"].bool()
+    tokens = [
+        int(real.sum()),
+        int((real & (given["input_ids"] != IMAGE)).sum()),
+        int((given["input_ids"] == IMAGE).sum()),
+    ]
+    together = [(a * tokens[1] + b * tokens[2]) / tokens[0] for a, b in zip(text.share, image.share, strict=True)]
+    assert whole.share == pytest.approx(together)
+    assert trace.load("0", kind="video").share == [0, 0, 0]
+    with pytest.raises(mj.ConfigError, match="kind='sound'"):
+        trace.load("0", kind="sound")
+
+
+@pytest.mark.parametrize("changes", [{}, {"granularity": "sequence"}, {"route_space": "centered"}])
+def test_padding_may_be_on_either_side(changes: dict[str, Any]) -> None:
+    model = adapted(**changes)
+    right, left = batch(OV), batch(OV, left=True)
+    with torch.no_grad():
+        found = [model(**given).logits for given in (right, left)]
+    for row in range(2):
+        ends = [found[n][row][given["attention_mask"][row].bool()] for n, given in enumerate((right, left))]
+        torch.testing.assert_close(*ends, **REORDERED)
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    found = []
+    for checkpoint in (False, True):
+        model = adapted().train()
+        if checkpoint:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model(**answers(batch(OV))).loss.backward()
+        found.append(gradients(model))
+    assert_same(*found, atol=1e-6, rtol=1e-5)
+
+
+def test_cached_generation_is_generation_without_a_cache() -> None:
+    model, prompt = adapted(), batch(OV, left=True)
+    found = [model.generate(**prompt, max_new_tokens=5, do_sample=False, use_cache=use) for use in (True, False)]
+    assert torch.equal(*found)
+
+
+def test_an_answer_does_not_decide_its_own_routing() -> None:
+    """Other answers, the same prompt and pictures: the same gates on all that comes before them."""
+    model = adapted(granularity="sequence").train()
+    given, gates = answers(batch(OV, words=12)), []
+    for change in (0, 1):
+        ids = torch.where(given["labels"] != -100, given["input_ids"] + change, given["input_ids"])
+        with mj.record_routing(model) as trace, torch.no_grad():
+            model(**{**given, "input_ids": ids})
+        gates.append(trace.gates("1"))
+    assert torch.equal(*gates)
+
+
+def test_clips_are_a_kind_of_their_own() -> None:
+    """Four frames of 2 x 2 patches, of which pooling leaves one each, and the end of the clip."""
+    model = adapted()
+    ids = torch.tensor([[5, 6, *[VIDEO] * 5, 7, 8, 9]])
+    clip = torch.randn(1, 4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    with mj.record_routing(model) as trace, torch.no_grad():
+        logits = model(input_ids=ids, pixel_values_videos=clip).logits
+        other = model(input_ids=ids, pixel_values_videos=clip + 1).logits
+    assert not torch.equal(logits, other)
+    loads = [trace.load("0", kind=kind) for kind in ("video", "image")]
+    assert sum(loads[0].share) == pytest.approx(1)
+    assert sum(loads[1].share) == 0
