@@ -22,7 +22,8 @@ from monkeyjump.record import jsonable, write_atomic
 from monkeyjump.tables import Bold, Table, csv_text
 
 _WIDTH = 80  # of the table; names too long for it are cut there, nowhere else
-_SHORT = {"spearman": "rho", "exact_match": "exact"}  # said after a task's name; accuracy is said once, in the title
+# said after a task's name; accuracy is said once, in the title
+_SHORT = {"spearman": "rho", "exact_match": "exact", "relaxed_accuracy": "relaxed", "vqa_accuracy": "VQA"}
 _MEASURES = ("base", "adapter", "difference")
 _ANSWERS = ("majority", "base_top", "adapter_top")  # shares; the answers are in fields of these names + "_answer"
 _SIDES = {"base": "the base model", "adapter": "the adapter"}

@@ -85,7 +85,7 @@ def evaluate(
     from tqdm import tqdm
 
     settings = _settings(settings, changes)
-    chosen = _tasks(tasks)
+    chosen = [task for task in _tasks(tasks) if settings.split not in task.absent]
     sides = _sides(model, settings.compare_base)
     ids = _task_ids(model, chosen, settings)
     examples = {task.name: _sample(task, settings) for task in chosen}
@@ -140,7 +140,9 @@ def _tasks(tasks: str | Sequence[str | Task]) -> list[Task]:
 
 
 def _mode(examples: Sequence[Example], settings: EvaluationSettings) -> Mode:
-    return settings.mode if all(example.options for example in examples) else "generate"
+    if not all(example.options for example in examples):
+        return "generate"
+    return settings.mode if settings.mode != "letter" or all(example.lettered for example in examples) else "text"
 
 
 def _sample(task: Task, settings: EvaluationSettings) -> list[Example]:
@@ -213,7 +215,7 @@ def _described(model: nn.Module, settings: EvaluationSettings) -> dict[str, Any]
 def task_score(metric: str, predictions: Sequence[Prediction]) -> float:
     """The task's metric. A constant prediction ranks nothing, so its rank correlation counts as 0."""
     if metric != "spearman":
-        return metrics.mean([float(prediction.correct) for prediction in predictions])
+        return metrics.mean([prediction.credit for prediction in predictions])
     predicted, gold = _numbers(predictions)
     found = metrics.spearman(predicted, gold)
     return 0.0 if math.isnan(found) and len(set(gold)) > 1 else found
@@ -249,7 +251,7 @@ def _answer_texts(example: Example, prediction: Prediction, same_options: bool) 
     """
     if not example.options:
         return normalize(prediction.text or ""), normalize(example.free_answer)
-    names = example.options if same_options else LETTERS
+    names = example.options if same_options or not example.lettered else LETTERS
     if prediction.predicted >= 0:
         return names[prediction.predicted], names[example.label]
     # A generated number counts in a rank correlation even where it is none of the options.
@@ -260,7 +262,7 @@ def _replicates(metric: str, predictions: Sequence[Prediction], seed: int) -> me
     if not predictions:
         return np.full(metrics.RESAMPLES, math.nan)
     if metric != "spearman":
-        return metrics.resampled_mean([float(prediction.correct) for prediction in predictions], seed)
+        return metrics.resampled_mean([prediction.credit for prediction in predictions], seed)
     predicted, gold = _numbers(predictions)
     if len(set(predicted)) == 1:
         return np.zeros(metrics.RESAMPLES)
@@ -276,8 +278,8 @@ def _row(
     scores = {side: task_score(task.metric, found) for side, found in sides.items()}
     intervals = {
         side: metrics.percentile_interval(replicates[side])
-        if task.metric == "spearman"
-        else metrics.wilson(sum(prediction.correct for prediction in found), len(found))
+        if task.metric in ("spearman", "vqa_accuracy")
+        else metrics.wilson(sum(prediction.credit for prediction in found), len(found))
         for side, found in sides.items()
     }
     row = ReportRow(

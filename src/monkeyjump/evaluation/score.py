@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from monkeyjump.errors import MonkeyJumpWarning
-from monkeyjump.evaluation.answers import match_option, normalize, number_in
+from monkeyjump.evaluation.answers import free_credit, match_option, number_in
 from monkeyjump.evaluation.forward import AnswerReader, evaluating
 from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs, waves
 from monkeyjump.tasks.encode import Encoder
@@ -44,11 +44,17 @@ class Prediction:
     index: int  # place of the example in the list that was scored
     predicted: int  # option; -1 for none
     gold: int
-    correct: bool
+    correct: bool  # of an answer that is partly right: at least half
     scores: tuple[float, ...] | None = None  # one per option, in the likelihood modes: what the choice was made by
     text: str | None = None  # what was generated
     value: float | None = None  # regression: the predicted number; None if none was given
     gold_value: float | None = None
+    points: float | None = None  # from 0 to 1, where an answer may be partly right
+
+    @property
+    def credit(self) -> float:
+        """What the answer counts in the task's score."""
+        return float(self.correct) if self.points is None else self.points
 
 
 def predict(
@@ -184,8 +190,9 @@ def _expected(logprobs: Sequence[float], options: Sequence[str]) -> float:
 def _judged(job: Job, text: str, encoder: Encoder) -> Prediction:
     example, value = job.example, None
     if not example.options:
-        correct = normalize(text) == normalize(example.free_answer)
-        return Prediction(job.index, -1, -1, correct, text=text)
+        points = free_credit(text, example)
+        value = None if example.score is None else number_in(text)
+        return Prediction(job.index, -1, -1, points >= 0.5, None, text, value, example.score, points)
     predicted = match_option(text, example.options, encoder.answer_format)
     if example.score is not None:
         value = float(example.options[predicted]) if predicted >= 0 else number_in(text)

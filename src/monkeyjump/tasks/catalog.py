@@ -9,13 +9,18 @@ from pathlib import Path
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
 from monkeyjump.tasks.builtin import BUILTIN_TASKS
+from monkeyjump.tasks.hub import copy_of
+from monkeyjump.tasks.image import IMAGE14, IMAGE_TASKS
 from monkeyjump.tasks.load import describe_source, find_file
-from monkeyjump.tasks.task import FileSource, GeneratedSource, Task
+from monkeyjump.tasks.mmt47 import MMT47_TASKS
+from monkeyjump.tasks.task import FileSource, GeneratedSource, HubSource, Task
 from monkeyjump.tasks.text import TEXT_TASKS
+from monkeyjump.tasks.video import VIDEO_TASKS
 
 _TASKS: Registry[Task] = Registry("task")
-for _task in (*TEXT_TASKS, *BUILTIN_TASKS):
+for _task in (*TEXT_TASKS, *IMAGE_TASKS, *VIDEO_TASKS, *BUILTIN_TASKS):
     _TASKS.add(_task.name, _task)
+_MMT47 = {task.name: task for task in MMT47_TASKS}  # the same tasks in another form: in lists only if asked for
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,12 @@ class TaskState:
     metric: str
     description: str
     source: str
-    state: str  # built in | local | in the folder | on the hub | missing
+    state: str  # built in | local | in the folder | on the hub | to unpack | missing
 
 
 def register(task: Task) -> Task:
     """Add a task of your own; its name must be free."""
-    taken = [*_TASKS.names(), *groups()]
+    taken = [*_TASKS.names(), *_MMT47, *groups()]
     if task.name in taken:
         raise ConfigError(f"task name {task.name!r} is taken. Choose another name.")
     return _TASKS.add(task.name, task)
@@ -43,11 +48,12 @@ def names() -> list[str]:
 
 
 def groups() -> dict[str, list[str]]:
-    """Names that stand for several tasks: every family, `text14`, and `all`."""
+    """Names that stand for several tasks: every family, the paper's three benchmarks, MMT-47, and `all` but it."""
     families: dict[str, list[str]] = {}
     for name in _TASKS:
         families.setdefault(_TASKS.get(name).family, []).append(name)
-    return {**families, "text14": [task.name for task in TEXT_TASKS], "all": names()}
+    paper = {"text14": TEXT_TASKS, "image14": IMAGE14, "video19": VIDEO_TASKS, "mmt47": MMT47_TASKS}
+    return {**families, **{name: [task.name for task in tasks] for name, tasks in paper.items()}, "all": names()}
 
 
 def get(name: str) -> Task:
@@ -56,6 +62,8 @@ def get(name: str) -> Task:
         from monkeyjump.tasks.task_file import load_task_file  # only here: it brings pydantic
 
         return load_task_file(name)
+    if name in _MMT47:
+        return _MMT47[name]
     if name not in _TASKS:
         known = [*names(), *groups()]
         raise ConfigError(
@@ -98,8 +106,10 @@ def _state(task: Task, data_dir: str | Path | None) -> str:
     if isinstance(task.source, GeneratedSource):
         return "built in"
     if isinstance(task.source, FileSource):
-        return "local" if all(path.is_file() for path in task.source.files.values()) else "missing"
+        return "local" if all(path.exists() for path in task.source.files.values()) else "missing"
     if data_dir is None:
-        return "on the hub"
+        return "to unpack" if isinstance(task.source, HubSource) and task.source.unpack else "on the hub"
     folder = Path(data_dir).expanduser() / task.name
+    if copy_of(task.source, data_dir):
+        return "in the folder"
     return "in the folder" if find_file(folder, "train") and find_file(folder, "test") else "missing"

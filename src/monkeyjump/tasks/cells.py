@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import math
 import re
@@ -15,8 +16,19 @@ Row = Mapping[str, Any]
 _ARRAY = re.compile(r"array\((\[.*?\])(?:,\s*dtype=[^)]*)?\)", re.DOTALL)  # how pandas writes a list column to CSV
 
 
+_ROW_TEXT = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=True, default=lambda v: hashlib.sha256(v).hexdigest() if type(v) is bytes else str(v)
+)
+
+
 class BadLabelError(ValueError):
     """A row that cannot be rendered. Raised by render functions; `Task.example` adds task, row and fix."""
+
+
+def falls_below(value: Any, fraction: float) -> bool:
+    """Whether the hash of a row falls in the first part of the hash range: splits that need no second pass."""
+    content = _ROW_TEXT.encode(value).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") < fraction * 2**64
 
 
 def columns_of(template: str) -> list[str]:

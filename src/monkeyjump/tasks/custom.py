@@ -20,6 +20,7 @@ from monkeyjump.tasks.cells import (
     number,
     opened,
 )
+from monkeyjump.tasks.files import class_names
 from monkeyjump.tasks.task import LETTERS, SPLITS, Example, FileSource, HubSource, Metric, Source, Task
 
 Options = Sequence[str] | Mapping[Any, str] | str | None
@@ -34,26 +35,36 @@ def simple_task(
     options: Options = None,
     context: str = "",
     metric: Metric | None = None,
-    **labels: str,
+    **more: Any,
 ) -> Task:
-    """A task from templates. `labels`: family, description.
+    """A task from templates. `more`: family, description, and `image` or `video`, the columns of pictures or clips.
 
     `options` is a list of texts or templates, a mapping from labels to texts, or a column: one with a list, or with
     labels and texts (`choices: {label: [...], text: [...]}`). `answer` is a column with a label, a text, an index or a
-    letter. Columns may be paths into nested ones, such as `choices.text`.
+    letter. Columns may be paths into nested ones, such as `choices.text`. Files of `data` may be folders that hold a
+    folder of pictures for every class: their rows have the columns `image` and `label`, their options are the classes.
     """
+    source = _source(data)
+    folders = [path for path in source.files.values() if path.is_dir()] if isinstance(source, FileSource) else []
+    image, video = more.get("image"), more.get("video")
+    if folders:
+        image = image or "image"
+        options = options or sorted({name for folder in folders for name in class_names(folder)})
+    media = image or video or ()
     given = options if isinstance(options, Sequence) and not isinstance(options, str) else ()
     columns = [column for template in (prompt, context, *given) for column in _columns(template)]
     columns += [answer, *([options] if isinstance(options, str) else [])]
     return Task(
         name=name,
-        family=labels.get("family", "custom"),
+        family=more.get("family", "custom"),
         render=_renderer(prompt, context, options, answer),
         fields=tuple(dict.fromkeys(columns)),
-        source=_source(data),
+        source=source,
         options=_fixed_options(options),
         metric=metric or ("accuracy" if options is not None else "exact_match"),
-        description=labels.get("description", ""),
+        description=more.get("description", ""),
+        modality="image" if image else "video" if video else "text",
+        media=(media,) if isinstance(media, str) else tuple(media),
     )
 
 
@@ -125,9 +136,10 @@ def _choose(options: Options, row: Row, value: Any) -> tuple[tuple[str, ...], in
     ):
         if label is not None:
             return texts, label
+    letters = f", nor a letter from A to {LETTERS[len(texts) - 1]}" if 0 < len(texts) <= len(LETTERS) else ""
     raise BadLabelError(
         f"answer {value!r} is neither one of the options ({', '.join(texts)}), "
-        f"nor an index from 0 to {len(texts) - 1}, nor a letter from A to {LETTERS[max(len(texts) - 1, 0)]}"
+        f"nor an index from 0 to {len(texts) - 1}{letters}"
     )
 
 
@@ -152,5 +164,5 @@ def _row_options(row: Row, path: str) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _letter(value: Any, texts: Sequence[str]) -> int | None:
-    text = str(value).strip()
-    return LETTERS.index(text) if len(text) == 1 and text in LETTERS[: len(texts)] else None
+    known, text = LETTERS[: len(texts)] if len(texts) <= len(LETTERS) else "", str(value).strip()
+    return known.index(text) if len(text) == 1 and text in known else None

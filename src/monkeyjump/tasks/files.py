@@ -1,4 +1,4 @@
-"""Rows from the files people have: JSON lines, JSON, CSV and TSV, plain or gzipped, and parquet."""
+"""Rows from the files people have: JSON lines, JSON, CSV and TSV, plain or gzipped, parquet, folders of pictures."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.cells import Row
+from monkeyjump.tasks.media import IMAGE_ENDINGS
 
 _DELIMITERS = ",;\t|"
 _LARGEST_CELL = 2**31 - 1  # Python's own limit is 128 KiB, less than a long document
@@ -19,7 +20,7 @@ _LARGEST_CELL = 2**31 - 1  # Python's own limit is 128 KiB, less than a long doc
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, one at a time. Its ending says what it is."""
-    reader = _READERS.get(_ending(path))
+    reader = _pictures if path.is_dir() else _READERS.get(_ending(path))
     if reader is None:
         raise _bad(path, f"is in no format that can be read; these are {', '.join(ENDINGS)}", " Convert it.")
     try:
@@ -133,6 +134,22 @@ def _parquet(path: Path) -> Iterator[Row]:
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise _bad(path, f"is not a parquet file that can be read ({str(error).splitlines()[0]})") from error
+
+
+# -- a folder for every class ------------------------------------------------------------------
+
+
+def class_names(folder: Path) -> list[str]:
+    """The folders in a folder, which are classes of pictures."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _pictures(folder: Path) -> Iterator[Row]:
+    """One row for every picture: its path in the folder, and the class whose folder it is in."""
+    for name in class_names(folder):
+        for path in sorted((folder / name).rglob("*")):
+            if path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith("."):
+                yield {"image": path.relative_to(folder).as_posix(), "label": name}
 
 
 def _bad(path: Path, problem: str, hint: str = "") -> ConfigError:

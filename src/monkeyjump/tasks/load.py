@@ -22,15 +22,13 @@ from typing import Any
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import cache
-from monkeyjump.tasks.cells import Row
+from monkeyjump.tasks.cells import Row, falls_below
 from monkeyjump.tasks.files import ENDINGS, read_rows
+from monkeyjump.tasks.hub import copy_of, how_to_get, hub_rows
 from monkeyjump.tasks.media import stored
 from monkeyjump.tasks.task import SPLITS, Example, FileSource, GeneratedSource, HubSource, Task
 
 VALIDATION_FRACTION = 0.05
-_ROW_TEXT = json.JSONEncoder(
-    sort_keys=True, ensure_ascii=True, default=lambda v: hashlib.sha256(v).hexdigest() if type(v) is bytes else str(v)
-)
 
 
 def load_examples(
@@ -77,7 +75,7 @@ def _load(task: Task, split: str, data_dir: str | Path | None, seed: int, valida
     before, found = origins(), {part: list[Example]() for part in parts}
     folder = media_folder(task, split, data_dir)
     for number, row in enumerate(_source_rows(task, parts[0], data_dir, seed, streaming=False), start=1):
-        part = parts[carved and _in_validation(row, validation_fraction)]
+        part = parts[carved and falls_below(row, validation_fraction)]
         found[part].append(_stored(task.example(row, number, folder)))
     if before == origins():  # no file has changed while it was read
         _loaded.update(zip(before, found.values(), strict=True))
@@ -120,7 +118,7 @@ def stream_rows(
     if split == "test" or has_own_validation(task, data_dir):
         return rows
     wanted = split == "validation"
-    return ((number, row) for number, row in rows if _in_validation(row, validation_fraction) == wanted)
+    return ((number, row) for number, row in rows if falls_below(row, validation_fraction) == wanted)
 
 
 def _check_split(split: str, validation_fraction: float) -> None:
@@ -131,11 +129,6 @@ def _check_split(split: str, validation_fraction: float) -> None:
         raise ConfigError(
             f"validation_fraction={validation_fraction} must be at least 0 and below 1; 0.05 is the default."
         )
-
-
-def _in_validation(row: Row, fraction: float) -> bool:
-    content = _ROW_TEXT.encode(row).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") < fraction * 2**64
 
 
 def _empty(task: Task, split: str, data_dir: str | Path | None, fraction: float) -> str:
@@ -224,8 +217,9 @@ def describe_source(task: Task) -> str:
 
 
 def find_file(folder: Path, split: str) -> Path | None:
-    """`folder/<split>` with any ending that can be read."""
-    return next((path for ending in ENDINGS if (path := folder / f"{split}{ending}").is_file()), None)
+    """`folder/<split>` with any ending that can be read, or a folder of that name with a folder for every class."""
+    found = next((path for ending in ENDINGS if (path := folder / f"{split}{ending}").is_file()), None)
+    return found or (folder / split if (folder / split).is_dir() else None)
 
 
 def has_own_validation(task: Task, data_dir: str | Path | None) -> bool:
@@ -244,7 +238,10 @@ def _stored_split(task: Task, split: str, data_dir: str | Path | None) -> str:
 def media_folder(task: Task, split: str, data_dir: str | Path | None) -> Path | None:
     """Where the paths of pictures and clips count from: the folder of the data file. None without a file."""
     path = file_of(task, _stored_split(task, split, data_dir), data_dir) if task.media else None
-    return path if path is None or path.is_dir() else path.parent
+    if path is not None:
+        return path if path.is_dir() else path.parent
+    copy = copy_of(task.source, data_dir)
+    return copy / task.source.media if copy and isinstance(task.source, HubSource) else None
 
 
 def file_of(task: Task, split: str, data_dir: str | Path | None) -> Path | None:
@@ -255,9 +252,10 @@ def file_of(task: Task, split: str, data_dir: str | Path | None) -> Path | None:
 
 def _source_rows(task: Task, split: str, data_dir: str | Path | None, seed: int, streaming: bool) -> Iterable[Row]:
     path = file_of(task, split, data_dir)
-    if path is not None and path.is_file():
+    if path is not None and path.exists():
         return read_rows(path)
-    if data_dir is not None and isinstance(task.source, HubSource):  # other tasks bring their own data
+    copy = copy_of(task.source, data_dir)
+    if data_dir is not None and isinstance(task.source, HubSource) and not copy:  # other tasks bring their own data
         raise ConfigError(_not_in_folder(task, split, Path(data_dir).expanduser()), title="data not found")
     match task.source:
         case GeneratedSource(generate=generate):
@@ -265,7 +263,7 @@ def _source_rows(task: Task, split: str, data_dir: str | Path | None, seed: int,
         case FileSource(files=files):
             raise ConfigError(_no_file(task, split, files), title="data not found")
         case HubSource():
-            return _hub_rows(task, task.source, split, streaming)
+            return hub_rows(task, task.source, split, streaming, copy)
 
 
 def _no_file(task: Task, split: str, files: Mapping[str, Path]) -> str:
@@ -283,33 +281,5 @@ def _not_in_folder(task: Task, split: str, folder: Path) -> str:
     there = sorted(path.name for path in folder.iterdir() if path.is_dir())
     return (
         f"task {task.name!r}: no {task.name}/{split}.jsonl (or {', '.join(ENDINGS[1:])}) in {str(folder)!r}, which "
-        f"holds {', '.join(there) or 'no folders'}. Add the file, or leave out the data folder to use the hub."
+        f"holds {', '.join(there) or 'no folders'}. Add the file, or {how_to_get(task.source)}"
     )
-
-
-def _hub_rows(task: Task, source: HubSource, split: str, streaming: bool) -> Iterable[Row]:
-    from monkeyjump.models.hub import hub_reachable, why_unreachable
-
-    folder = f"a folder with {task.name}/{split}.jsonl as the data folder"
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"task {task.name!r}: reading {source.id!r} from the hub needs the package `datasets`, which is not "
-            f"installed. Run `pip install 'monkeyjump[hub]'`, or pass {folder}.",
-            title="data not available",
-        ) from error
-    if not hub_reachable():  # what is in the cache already still loads, and at once
-        datasets.config.HF_HUB_OFFLINE = True
-    try:
-        return datasets.load_dataset(
-            source.id, source.config, split=source.splits[split], revision=source.revision, streaming=streaming
-        )
-    except (OSError, ValueError, RuntimeError) as error:  # datasets raises any of these for what is not there
-        network = "" if hub_reachable() else f" The hub cannot be used: {why_unreachable()}."
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"task {task.name!r}: {source.id!r} did not load from the hub ({reason}).{network} "
-            f"Go online once, or pass {folder}.",
-            title="data not available",
-        ) from error

@@ -17,9 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from monkeyjump.errors import ConfigError
+from monkeyjump.tasks import cache
 from monkeyjump.tasks.cells import missing, opened
 
 if TYPE_CHECKING:
@@ -117,11 +116,9 @@ def stored(media: Media) -> Media:
 
     Where nothing can be written the bytes stay.
     """
-    from monkeyjump.models.bundled import cache_dir
-
     if isinstance(media.content, str):
         return media
-    path = cache_dir() / "media" / identity(media)
+    path = cache.folder().parent / "media" / identity(media)
     with suppress(OSError):
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,6 +162,8 @@ def _upright(image: Image, pillow: Any) -> Image:
 
 def _rgb(image: Image, pillow: Any) -> Image:
     if image.mode.startswith(("I", "F")):  # more than 8 bits, which Pillow would clip and not scale
+        import numpy as np
+
         values = np.asarray(image).astype(np.float64)
         top = float(values.max())
         full = 65535 if image.mode.startswith("I;16") or top > 255 else 1 if image.mode == "F" and top <= 1 else 255
@@ -183,6 +182,8 @@ def _rgb(image: Image, pillow: Any) -> Image:
 
 def read_frames(media: Media, count: int) -> list[Image]:
     """`count` frames of a clip at equal distances, the first and the last among them; short clips repeat frames."""
+    import numpy as np
+
     av = _package("av", "PyAV")
     try:
         total = _packets(av, media)

@@ -79,6 +79,7 @@ class Mixture(Sequence[Encoded]):
         **options: Any,
     ) -> Mixture:
         """Load, cap and encode tasks. `caps`: most examples per task, one number or one per name; drawn by the seed."""
+        tasks = [task for task in tasks if split not in task.absent]
         limits = dict.fromkeys((task.name for task in tasks), caps) if isinstance(caps, int) else dict(caps or {})
         _check_names(limits, [task.name for task in tasks], "caps")
         encoder.task_ids = {task.name: index for index, task in enumerate(tasks)}

@@ -21,9 +21,11 @@ from monkeyjump.tasks.load import (
     origin,
     stream_rows,
 )
+from monkeyjump.tasks.media import open_image, read_frames
 from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
 
 MOST_ROWS = 10_000  # of a split; a file may have millions
+_OPENED = 16  # pictures and clips of a split
 _SHOWN_PROBLEMS = 3  # bad rows of a split that are told; the others are counted
 
 
@@ -82,7 +84,7 @@ def look_at(
     """Open every split of every task. Bad rows, missing columns and empty splits are one `ConfigError`."""
     looks, problems = [], []
     for task in tasks:
-        for split in splits:
+        for split in (split for split in splits if split not in task.absent):
             look, found = _looked(task, split, data_dir, seed=seed, most=most, streaming=streaming)
             looks.append(look)
             problems += [problem for problem in found if problem not in problems]  # splits may share a file
@@ -96,7 +98,7 @@ def _looked(
 ) -> tuple[SplitLook, list[str]]:
     """The look at a split and its problems. Of a file, a good one is kept, and its examples are those of the work."""
     source = None if streaming else origin(task, split, data_dir, seed=seed)
-    if source is None:
+    if source is None or task.media:  # a look that is kept would not tell that a picture is gone
         return _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=streaming)
     name = cache.key("look", source, most)
     if (content := cache.read(name)) is not None:
@@ -129,9 +131,22 @@ def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options
         return SplitLook.of(task, split, good), [*problems, *error.problems]
     if bad > _SHOWN_PROBLEMS:
         problems.append(f"task {task.name!r}: {bad - _SHOWN_PROBLEMS} more rows of its {split} split are bad.")
+    problems += _unreadable(good)
     if not good and not bad:
         problems.append(f"task {task.name!r}: its {split} split has no rows. {_more_rows(split)}")
     return SplitLook.of(task, split, good, complete), problems
+
+
+def _unreadable(examples: list[Example]) -> list[str]:
+    """What is wrong with pictures and clips: a few of a split are opened, at equal distances."""
+    problems: dict[str, None] = {}
+    for example in examples[:: max(1, len(examples) // _OPENED)]:
+        for media in example.media:
+            try:
+                read_frames(media, 1) if media.kind == "video" else open_image(media)
+            except ConfigError as error:
+                problems |= dict.fromkeys(f"task {example.task!r}: {problem}" for problem in error.problems)
+    return list(problems)[:_SHOWN_PROBLEMS]
 
 
 def _more_rows(split: str) -> str:
@@ -164,7 +179,7 @@ def origins(tasks: Sequence[Task], looks: Sequence[SplitLook], data_dir: str | P
         known: dict[str, Any] = {"task": look.task, "split": look.split, "rows": look.size, "source": "built in"}
         path = file_of(task, look.split, data_dir)
         if path is not None:
-            known |= {"source": path.name, "sha256": file_hash(path)}
+            known |= {"source": path.name} | ({"sha256": file_hash(path)} if path.is_file() else {})
         elif isinstance(task.source, HubSource):
             parts = [task.source.id, task.source.config, task.source.splits.get(look.split), task.source.revision]
             known["source"] = " ".join(["hub:", *(part for part in parts if part)])

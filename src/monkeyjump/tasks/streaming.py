@@ -42,6 +42,7 @@ class StreamingMixture(IterableDataset[Encoded]):
             problems.append(f"buffer_size={buffer_size} must be at least 1 (1: no shuffling).")
         if problems:
             raise ConfigError(problems, title="bad mixture")
+        tasks = [task for task in tasks if split not in task.absent]
         _check_names(weights or {}, [task.name for task in tasks], "weights")
         encoder.task_ids = {task.name: index for index, task in enumerate(tasks)}
         self.tasks, self.encoder, self.data_dir, self.split = list(tasks), encoder, data_dir, split

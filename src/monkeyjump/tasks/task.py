@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.cells import BadLabelError, Row, has_column, lookup
-from monkeyjump.tasks.media import BadMediaError, Media, MediaKind, media_in
+from monkeyjump.tasks.media import BadMediaError, Media, media_in
 
 Split = Literal["train", "validation", "test"]
 AnswerFormat = Literal["letter", "text"]
@@ -81,17 +81,32 @@ class Example:
         if self.lettered:
             parts += [f"{letter}. {option}" for letter, option in zip(LETTERS, self.options, strict=False)]
             parts.append("Answer with the letter." if answer_format == "letter" else "Answer with the option's text.")
+        elif self.options:
+            parts.append("Answer with the name alone.")
         return "\n".join(parts)
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A dataset on the Hugging Face hub. `splits` maps our names to its names."""
+    """A dataset on the Hugging Face hub. `splits` maps our names to its names.
+
+    A dataset with one labelled split gives `held_out` of it to test, by a hash; rows of one `group` stay together. One
+    whose pictures are in archives is read from a copy; `unpack` says how to make it, `media` where paths count from.
+    """
 
     id: str
     config: str | None = None
     revision: str = "main"
     splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "test": "validation"})
+    held_out: float = 0.0
+    group: Callable[[Row], Any] | None = None
+    media: str = ""
+    unpack: str = ""
+
+    @property
+    def copy_name(self) -> str:
+        """The folder below the data folder that holds a copy of the whole dataset, if there is one."""
+        return self.id.split("/")[-1]
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,8 @@ class Task:
     modality: Modality = "text"
     description: str = ""
     media: tuple[str, ...] = ()  # columns that hold the pictures or clips, at least one of them in every row
+    kind: Callable[[Row], Modality] | None = None  # where rows of one task differ: what this one has
+    absent: tuple[Split, ...] = ()  # splits that do not exist and are passed over
 
     def example(self, row: Row, number: int = 1, folder: Path | None = None) -> Example:
         """Render one row; `number` counts rows from 1, for error messages; paths of pictures count from `folder`."""
@@ -147,9 +164,11 @@ class Task:
         return [self.example(row, number) for number, row in enumerate(rows, start=1)]
 
     def _media(self, row: Row, folder: Path | None) -> tuple[Media, ...]:
-        kind: MediaKind = "video" if self.modality == "video" else "image"
+        kind = self.kind(row) if self.kind else self.modality
+        if kind == "text":
+            return ()
         found = tuple(media for column in self.media for media in media_in(lookup(row, column), kind, folder))
-        if self.media and not found:
+        if not found:
             raise BadMediaError(
                 f"there is no {kind} in {' or '.join(map(repr, self.media))}. Fill the cell, or leave the row out."
             )

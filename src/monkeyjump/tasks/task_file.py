@@ -36,7 +36,11 @@ def _options(value: Any) -> Any:
 class TaskData(Section):
     """Where the rows are: files beside the task's file, or a dataset on the hub."""
 
-    train: str | None = Field(None, description="file of training rows; with hub, the name of its split")
+    train: str | None = Field(
+        None,
+        description="file of training rows, or a folder with a folder of pictures for every class, which has the "
+        "columns image and label; with hub, the name of its split",
+    )
     validation: str | None = Field(None, description="the same for validation; left out: a twentieth of train")
     test: str | None = Field(None, description="the same for test, which the final table is made from")
     hub: str | None = Field(None, description="a dataset on the Hugging Face hub, such as owner/name")
@@ -61,6 +65,10 @@ class TaskFile(Section):
         description="the column of the right answer: a label of the options, a text, an index from 0 or a letter",
         min_length=1,
     )
+    image: str | list[str] | None = Field(
+        None, description="the column of a picture, or several: paths from the folder of the data file, bytes, or lists"
+    )
+    video: str | list[str] | None = Field(None, description="the same for clips")
     data: TaskData = Field(description="where the rows are")
     metric: Metric | None = Field(None, description="left out: accuracy with options, exact_match without")
     family: str = Field("custom", description="tasks of one family share a mean in tables")
@@ -95,9 +103,13 @@ def _given(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_problem(task: TaskFile) -> list[str]:
-    data = task.data
+    data, problems = task.data, list[str]()
+    if task.image and task.video:
+        problems.append("image and video are both given: a task has pictures or clips. Leave one out.")
     if data.hub is None and not (data.train or data.test):
-        return ["data must name files ({train: a.jsonl, test: b.jsonl}) or a dataset ({hub: owner/name})."]
+        problems.append("data must name files ({train: a.jsonl, test: b.jsonl}) or a dataset ({hub: owner/name}).")
     if data.hub is None and (data.config or data.revision):
-        return ["data.config and data.revision are for datasets of the hub: name one with hub, or leave them out."]
-    return []
+        problems.append(
+            "data.config and data.revision are for datasets of the hub: name one with hub, or leave them out."
+        )
+    return problems
