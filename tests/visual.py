@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessorPil,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
@@ -20,6 +22,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
 )
+
+from monkeyjump.models.visual import VISUAL_TEMPLATE, without_clips
+from tests.tasks.conftest import make_tokenizer
 
 IMAGE, VIDEO, VOCABULARY = 120, 121, 128
 TEXT: dict[str, Any] = {
@@ -116,6 +121,37 @@ def gemma3(seed: int = 0) -> Any:
     )
     torch.manual_seed(seed)
     return Gemma3ForConditionalGeneration(config).eval()
+
+
+def save_visual_model(folder: Path) -> Path:
+    """A tiny LLaVA-OneVision over bytes with its processor, as `save_pretrained` leaves them."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
+    image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+    text = {**TEXT, "vocab_size": video + 1, "max_position_embeddings": 4096}
+    text |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**VISION),
+        text_config=Qwen2Config(**text, initializer_range=0.2),
+        image_token_id=image,
+        video_token_id=video,
+        image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]],
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlavaOnevisionForConditionalGeneration(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    pictures = LlavaOnevisionImageProcessorPil(
+        size={"height": 28, "width": 28}, image_grid_pinpoints=config.image_grid_pinpoints
+    )
+    processor = without_clips(config)(
+        image_processor=pictures, tokenizer=tokenizer, num_image_tokens=4, vision_feature_select_strategy="full"
+    )
+    processor.chat_template = VISUAL_TEMPLATE
+    processor.save_pretrained(folder)
+    return folder
 
 
 MODELS = {

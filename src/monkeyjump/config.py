@@ -126,9 +126,8 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         "Tokens the centres start from. None: the paper's 50,000, or on a CPU as many as it reads in about a minute.",
         None, 1, "the paper uses 50000", none=True,
     )  # fmt: skip
-    balance_kinds: bool = setting(
-        "Where a model reads pictures or clips: text, image and video tokens count alike for centres, however many.",
-        True,
+    balance_kinds: bool = flag(
+        "Where a model reads pictures or clips: tokens of text, image and video count alike for the centres.", True
     )
     ema_momentum: float = fraction(
         "Weight of the old centre in one update.", 0.5, "the paper uses 0.5; to freeze the centres set ema_stop=0"

@@ -99,9 +99,9 @@ def _several(
     return setting(text, default, allows, rule, fix, anyOf=[entries, *[kind] * lone, *null])
 
 
-def flag(text: str) -> Any:
-    fix = "leave it out for False"
-    return setting(text, False, lambda value: isinstance(value, bool), "True or False", fix, type="boolean")
+def flag(text: str, default: bool = False) -> Any:
+    fix = f"leave it out for {default}"
+    return setting(text, default, lambda value: isinstance(value, bool), "True or False", fix, type="boolean")
 
 
 def value_problems(values: Mapping[str, Any], settings: Mapping[str, Field[Any]]) -> list[str]:

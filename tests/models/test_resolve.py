@@ -46,7 +46,7 @@ def fake_fetch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         time.sleep(0.2)  # long enough for a second process to arrive
         save_tiny(built)
 
-    monkeypatch.setattr(bundled, "fetch_gguf", lambda row, scratch: scratch / "x.gguf")
+    monkeypatch.setattr(bundled, "fetch_member", lambda row, scratch: scratch / "x.gguf")
     monkeypatch.setattr(bundled, "_save", save)
     return calls
 

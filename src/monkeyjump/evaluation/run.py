@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -26,6 +26,7 @@ from monkeyjump.evaluation.score import Prediction, Scorer
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.pictures import FRAMES
 from monkeyjump.tasks.task import ANSWER_FORMATS, LETTERS, AnswerFormat
 
 __all__ = ["EvaluationReport", "EvaluationSettings", "evaluate", "has_adapter", "load_adapter", "without_adapter"]
@@ -45,6 +46,8 @@ class EvaluationSettings:
     compare_base: bool = True  # score the base model as well
     progress: bool = True
     max_length: int = 1024
+    frames: int = FRAMES  # of a clip
+    bad_media: Literal["raise", "drop"] = "raise"
     normalize_length: bool = True  # mode text: log-likelihood per token; False: in total
     task_ids: Mapping[str, int] | None = None  # None: as the adapter was trained if it says, else the tasks' positions
 
@@ -89,7 +92,14 @@ def evaluate(
     sides = _sides(model, settings.compare_base)
     ids = _task_ids(model, chosen, settings)
     examples = {task.name: _sample(task, settings) for task in chosen}
-    encoder = Encoder(tokenizer, ids, max_length=settings.max_length, answer_format=settings.format)
+    encoder = Encoder(
+        tokenizer,
+        ids,
+        max_length=settings.max_length,
+        answer_format=settings.format,
+        bad_media=settings.bad_media,
+        frames=settings.frames,
+    )
     memory = memory or Memory()
     total = sum(map(len, examples.values())) * len(sides)
     with tqdm(total=total, desc="evaluating", unit="example", disable=not settings.progress, leave=False) as bar:

@@ -10,6 +10,7 @@ from monkeyjump.analysis.usage import ExpertUsage, expert_usage
 from monkeyjump.tasks import Task, load_examples
 from monkeyjump.tasks.collate import PaddingCollator
 from monkeyjump.tasks.encode import Encoder
+from monkeyjump.training.data import encoding
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.tuner.model import find_context
 
@@ -21,12 +22,11 @@ def measure_usage(
     context = find_context(model)
     if context is None or not any(blocks.active() for blocks in context.lists.values()):
         return None
-    data = recipe.data
     ids = {task.name: index for index, task in enumerate(tasks)}
-    encoder = Encoder(tokenizer, ids, max_length=data.max_length, answer_format=data.answer)
-    collate = PaddingCollator(tokenizer.pad_token_id)
+    encoder = Encoder(tokenizer, ids, **encoding(recipe))
+    collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
     batches = {}
     for task in tasks:
-        sequences = encoder.encode_all(load_examples(task, "test", data.folder, limit=rows, seed=recipe.seed))
+        sequences = encoder.encode_all(load_examples(task, "test", recipe.data.folder, limit=rows, seed=recipe.seed))
         batches[task.name] = [collate(sequences[start : start + 32]) for start in range(0, len(sequences), 32)]
     return expert_usage(model, batches)

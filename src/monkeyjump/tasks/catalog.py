@@ -9,6 +9,7 @@ from pathlib import Path
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
 from monkeyjump.tasks.builtin import BUILTIN_TASKS
+from monkeyjump.tasks.builtin_pictures import PICTURE_TASKS
 from monkeyjump.tasks.hub import copy_of
 from monkeyjump.tasks.image import IMAGE14, IMAGE_TASKS
 from monkeyjump.tasks.load import describe_source, find_file
@@ -18,7 +19,7 @@ from monkeyjump.tasks.text import TEXT_TASKS
 from monkeyjump.tasks.video import VIDEO_TASKS
 
 _TASKS: Registry[Task] = Registry("task")
-for _task in (*TEXT_TASKS, *IMAGE_TASKS, *VIDEO_TASKS, *BUILTIN_TASKS):
+for _task in (*TEXT_TASKS, *IMAGE_TASKS, *VIDEO_TASKS, *BUILTIN_TASKS, *PICTURE_TASKS):
     _TASKS.add(_task.name, _task)
 _MMT47 = {task.name: task for task in MMT47_TASKS}  # the same tasks in another form: in lists only if asked for
 

@@ -11,13 +11,14 @@ import torch
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.encode import IGNORE, Encoded
+from monkeyjump.tasks.pictures import Pictures
 
 Batch = dict[str, Any]  # tensors; beside them `max_length_q` and `max_length_k`, which are numbers
 
 
 @dataclass(frozen=True)
 class PaddingCollator:
-    """`input_ids`, `attention_mask`, `labels` [B, T]; `task_ids`, `prompt_lengths` [B].
+    """`input_ids`, `attention_mask`, `labels` [B, T]; `task_ids`, `prompt_lengths` [B]; what `pictures` makes.
 
     T is the longest sequence, rounded up to a multiple of `multiple_of`, or to the smallest of `buckets` that holds it:
     few distinct shapes is what compilation and CUDA graphs need. Pads are on the right; they are masked by length,
@@ -29,6 +30,7 @@ class PaddingCollator:
     multiple_of: int = 1
     buckets: tuple[int, ...] = ()
     rows: int = 0
+    pictures: Pictures | None = None
 
     def __call__(self, items: Sequence[Encoded]) -> Batch:
         rows = max(self.rows, len(items))
@@ -41,13 +43,17 @@ class PaddingCollator:
         input_ids = np.full(real.shape, self.pad_token_id, dtype=np.int64)
         input_ids[real] = np.concatenate([item.input_ids for item in items])
         labels = np.where(real & (places >= prompts[:, None]), input_ids, IGNORE)
-        return {
+        batch: Batch = {
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy(real.astype(np.int64)),
             "labels": torch.from_numpy(labels),
             "task_ids": torch.from_numpy(task_ids),
             "prompt_lengths": torch.from_numpy(prompts),
         }
+        if self.pictures is not None:
+            batch |= self.pictures.kinds(batch["input_ids"])
+            batch |= self.pictures.tensors([item.media for item in items])
+        return batch
 
     def _width(self, longest: int) -> int:
         if not self.buckets:

@@ -14,6 +14,8 @@ import numpy as np
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import cache
+from monkeyjump.tasks.media import Media
+from monkeyjump.tasks.pictures import FRAMES, Pictures
 from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, Example
 
 IGNORE = -100  # what cross-entropy skips
@@ -31,6 +33,7 @@ class Encoded:
     input_ids: np.ndarray  # int32 [T]
     prompt_length: int
     task_id: int
+    media: tuple[Media, ...] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -43,6 +46,7 @@ class EncodeCounts:
     encoded: Counter[str] = field(default_factory=Counter)
     truncated: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    unreadable: Counter[str] = field(default_factory=Counter)
 
 
 class Encoder:
@@ -60,8 +64,12 @@ class Encoder:
         max_length: int = 1024,
         answer_format: AnswerFormat = "letter",
         too_long: Literal["drop", "raise"] = "drop",
+        bad_media: Literal["raise", "drop"] = "raise",
+        frames: int = FRAMES,
         system: str | None = None,
     ) -> None:
+        visual = tokenizer if hasattr(tokenizer, "processor") else None
+        tokenizer = tokenizer if visual is None else visual.tokenizer
         problems = []
         if answer_format not in ANSWER_FORMATS:
             problems.append(f"answer_format={answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}.")
@@ -78,8 +86,11 @@ class Encoder:
         self.max_length = max_length
         self.answer_format = answer_format
         self.too_long = too_long
+        self.bad_media = bad_media
+        self.pictures = None if visual is None else Pictures(visual, frames)
         self.system = system
         self.counts = EncodeCounts()
+        self._around: dict[tuple[str, ...], list[str]] = {}
 
     # -- the pieces evaluation needs ------------------------------------------------------------
 
@@ -89,7 +100,7 @@ class Encoder:
 
     def prompt_ids(self, example: Example) -> list[int] | None:
         """The prompt, its context cut if need be; None if it does not fit even without context (counted as dropped)."""
-        return self._fit(example, self._ids([self.prompt_text(example)])[0])
+        return next(iter(self._prompts([example])))
 
     def many_target_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """`target_ids` of many answers, each tokenized once."""
@@ -99,7 +110,8 @@ class Encoder:
     def many_prompt_ids(self, examples: Sequence[Example]) -> list[list[int] | None]:
         """`prompt_ids` of many examples of one task, from the cache where they were made before."""
         task, counts = examples[0].task, (self.counts.truncated, self.counts.dropped)
-        identity = self._identity if len(examples) >= _WORTH_KEEPING else None
+        kept = len(examples) >= _WORTH_KEEPING and not any(example.media for example in examples)
+        identity = self._identity if kept else None
         name = "" if identity is None else cache.key("prompts", identity, *examples)
         content = cache.read(name) if name else None
         if content is not None:
@@ -112,7 +124,7 @@ class Encoder:
         before, found = [count[task] for count in counts], list[list[int] | None]()
         for start in range(0, len(examples), _CHUNK):
             chunk = examples[start : start + _CHUNK]
-            found += map(self._fit, chunk, self._ids([self.prompt_text(example) for example in chunk]))
+            found += self._prompts(chunk)
         if name:
             numbers = [count[task] - known for count, known in zip(counts, before, strict=True)]
             numbers += [-1 if prompt is None else len(prompt) for prompt in found]
@@ -122,23 +134,53 @@ class Encoder:
     def prompt_text(self, example: Example, context: str | None = None) -> str:
         """The whole prompt as text: what the chat template makes of the question."""
         message = example.prompt(self.answer_format, context)
-        if self._around and message == message.strip():  # templates often trim
-            return message.join(self._around)
-        return self._rendered(message)
+        kinds = tuple(media.kind for media in example.media)
+        if kinds not in self._around:
+            self._around[kinds] = self._find_around(example.media)
+        if self._around[kinds] and message == message.strip():  # templates often trim
+            return message.join(self._around[kinds])
+        return self._rendered(message, example.media)
 
-    def _rendered(self, message: str) -> str:
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages.append({"role": "user", "content": message})
+    def _rendered(self, message: str, media: Sequence[Media] = ()) -> str:
+        messages: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        content = message if self.pictures is None else self.pictures.content(media, message)
+        messages.append({"role": "user", "content": content})
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
-    @cached_property
-    def _around(self) -> list[str]:
+    def _find_around(self, media: Sequence[Media]) -> list[str]:
         """What the template puts before and after a message; empty for one that also changes messages.
 
         Putting them around a text takes a thirtieth of the time of the template.
         """
-        around = self._rendered(_MARK).split(_MARK)
-        return around if len(around) == 2 and self._rendered(_UNUSUAL) == _UNUSUAL.join(around) else []
+        around = self._rendered(_MARK, media).split(_MARK)
+        same = len(around) == 2 and self._rendered(_UNUSUAL, media) == _UNUSUAL.join(around)
+        return around if same else []
+
+    def _prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:
+        """The ids of prompts that fit; None for others, which are counted."""
+        shown = [media for example in examples for media in example.media]
+        if shown and self.pictures is None:
+            raise ConfigError(
+                f"task {examples[0].task!r} shows pictures, and the model reads none. Use one that does (vlm-tiny runs "
+                "anywhere), or leave the task out."
+            )
+        if shown and self.pictures is not None:
+            self.pictures.measure(shown, examples[0].task)
+        texts = [self.prompt_text(example) for example in examples]
+        return [self._prompt(*each) for each in zip(examples, texts, self._ids(texts), strict=True)]
+
+    def _prompt(self, example: Example, text: str, ids: list[int]) -> list[int] | None:
+        if example.media and self.pictures is not None:
+            if self.bad_media == "drop" and not self.pictures.readable(example.media):
+                self.counts.unreadable[example.task] += 1
+                return None
+            ids = self.pictures.ids(text, ids, example.media)
+        return self._fit(example, ids)
+
+    def _prompt_with(self, example: Example, context: str) -> list[int]:
+        text = self.prompt_text(example, context=context)
+        ids = self._ids([text])[0]
+        return ids if self.pictures is None or not example.media else self.pictures.ids(text, ids, example.media)
 
     # -- training sequences ---------------------------------------------------------------------
 
@@ -153,14 +195,12 @@ class Encoder:
         """Sequences in the order of the examples, dropped ones left out; holds at most a chunk in memory."""
         source, eos = iter(examples), self.tokenizer.eos_token_id
         while chunk := list(islice(source, chunk_size)):
-            prompts = self._ids([self.prompt_text(example) for example in chunk])
             answers = self._ids([example.target(self.answer_format) for example in chunk])
-            for example, ids, answer in zip(chunk, prompts, answers, strict=True):
-                prompt = self._fit(example, ids)
+            for example, prompt, answer in zip(chunk, self._prompts(chunk), answers, strict=True):
                 if prompt is not None:
                     self.counts.encoded[example.task] += 1
                     sequence = np.array([*prompt, *answer, eos], dtype=np.int32)
-                    yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0))
+                    yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0), example.media)
 
     @cached_property
     def _identity(self) -> str | None:
@@ -200,7 +240,7 @@ class Encoder:
         room = self.max_length - longest
         if len(ids) <= room:
             return ids
-        bare = self._ids([self.prompt_text(example, context="")])[0]
+        bare = self._prompt_with(example, "")
         if len(bare) > room:
             self._drop(example, len(bare) + longest)
             return None
@@ -208,7 +248,7 @@ class Encoder:
         pieces = self._spans(example.context)
         keep = len(pieces) - (len(ids) - room)
         while keep > 0:
-            cut = self._ids([self.prompt_text(example, context=self._cut(example, pieces, keep))])[0]
+            cut = self._prompt_with(example, self._cut(example, pieces, keep))
             if len(cut) <= room:
                 return cut
             keep -= len(cut) - room

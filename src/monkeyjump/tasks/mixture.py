@@ -144,7 +144,7 @@ def _encoded(
         return [examples[index] for index in draw(len(examples), cap, drawn_by)]
 
     source = origin(task, split, data_dir, **reading)
-    if identity is None:  # nothing to be sure by
+    if identity is None or task.modality != "text":  # nothing to be sure by; pictures are files of their own
         return encoder.encode_all(choose())
     examples = [] if source else choose()
     name = cache.key(identity, source, cap and (cap, drawn_by), *examples)

@@ -47,15 +47,17 @@ class TrainingData:
 def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, fast: FastSettings) -> TrainingData:
     """The data of a recipe. Compiled or captured training gets batches of few fixed shapes."""
     data = recipe.data
-    encoder = Encoder(tokenizer, max_length=data.max_length, answer_format=data.answer)
+    encoder = Encoder(tokenizer, **encoding(recipe))
+    if data.packing and any(task.modality != "text" for task in tasks):
+        raise ConfigError("data.packing=true: rows with pictures or clips are not packed. Set data.packing=false.")
     if data.streaming:
         items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)
         # lengths are not known before they come: full, half and quarter length
         sizes = bucket_sizes([-(-data.max_length // part) for part in (4, 2, 1)], count=3)
-        return _padded(recipe, tokenizer, items, None, sizes if fast.few_shapes else ())
+        return _padded(recipe, encoder, items, None, sizes if fast.few_shapes else ())
     mixture = _mixture(recipe, tasks, encoder)
     if data.packing:
-        return _packed(recipe, tokenizer, mixture, fast)
+        return _packed(recipe, encoder, mixture, fast)
     longest = max(mixture.lengths)
     if data.buckets and longest > max(data.buckets):
         raise ConfigError(
@@ -65,9 +67,16 @@ def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, fast: FastS
     sampler = BatchSampler.bucketed(mixture.order, mixture.lengths, recipe.train.batch_size, recipe.seed)
     count = WIDTHS.get(str(fast.compile), WIDTHS["blocks"])
     sizes = bucket_sizes(mixture.lengths, count) if fast.few_shapes else ()
-    found = _padded(recipe, tokenizer, mixture, sampler, sizes)
+    found = _padded(recipe, encoder, mixture, sampler, sizes)
     _report_padding(mixture.lengths, found.collator.buckets)
     return found
+
+
+def encoding(recipe: Recipe) -> dict[str, Any]:
+    """How the examples of a recipe become ids."""
+    data = recipe.data
+    how: dict[str, Any] = {"max_length": data.max_length, "answer_format": data.answer}
+    return how | {"bad_media": data.bad_media, "frames": data.frames}
 
 
 def _mixture(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
@@ -87,37 +96,39 @@ def _mixture(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
 
 
 def _padded(
-    recipe: Recipe, tokenizer: Any, items: Any, sampler: BatchSampler | None, sizes: tuple[int, ...]
+    recipe: Recipe, encoder: Encoder, items: Any, sampler: BatchSampler | None, sizes: tuple[int, ...]
 ) -> TrainingData:
     """Padded batches: as wide as the recipe says, or of the given sizes, or multiples of 8 wide."""
     fixed = tuple(sorted(recipe.data.buckets)) or sizes
     rows = recipe.train.batch_size if sizes else 0
-    collator = PaddingCollator(tokenizer.pad_token_id, multiple_of=8, buckets=fixed, rows=rows)
-    calibration = CalibrationBatches(items, tokenizer, recipe.seed) if isinstance(items, Mixture) else None
+    pad, pictures = encoder.tokenizer.pad_token_id, encoder.pictures
+    collator = PaddingCollator(pad, multiple_of=8, buckets=fixed, rows=rows, pictures=pictures)
+    calibration = CalibrationBatches(items, encoder, recipe.seed) if isinstance(items, Mixture) else None
     return TrainingData(items, sampler, collator, len(fixed) or None, calibration)
 
 
-def _packed(recipe: Recipe, tokenizer: Any, mixture: Mixture, fast: FastSettings) -> TrainingData:
+def _packed(recipe: Recipe, encoder: Encoder, mixture: Mixture, fast: FastSettings) -> TrainingData:
     capacity = recipe.data.max_length * recipe.train.batch_size
     most = None
     if fast.few_shapes:  # attention works through as many sequences as a row may have: not more than it needs
         mean = sum(mixture.lengths) / len(mixture)
         most = min(capacity // min(mixture.lengths), max(8, int(2 * capacity / mean)))
+    boundaries = recipe.data.max_length if fast.few_shapes else None
     return TrainingData(
         mixture,
         BatchSampler.packed(mixture.order, mixture.lengths, capacity, most),
-        PackingCollator(tokenizer.pad_token_id, capacity, most, recipe.data.max_length if fast.few_shapes else None),
+        PackingCollator(encoder.tokenizer.pad_token_id, capacity, most, boundaries),
         shapes=1,
-        calibration=CalibrationBatches(mixture, tokenizer, recipe.seed),
+        calibration=CalibrationBatches(mixture, encoder, recipe.seed),
     )
 
 
 class CalibrationBatches:
     """Texts of a mixture in random order, in batches that fill a device: centres need no loss and no small batches."""
 
-    def __init__(self, mixture: Mixture, tokenizer: Any, seed: int) -> None:
+    def __init__(self, mixture: Mixture, encoder: Encoder, seed: int) -> None:
         self.mixture = mixture
-        self.collator = PaddingCollator(tokenizer.pad_token_id, multiple_of=8)
+        self.collator = PaddingCollator(encoder.tokenizer.pad_token_id, multiple_of=8, pictures=encoder.pictures)
         self.seed = seed
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -139,5 +150,7 @@ def _report_padding(lengths: list[int], sizes: tuple[int, ...]) -> None:
 def _report_encoding(encoder: Encoder) -> None:
     for name, count in encoder.counts.truncated.items():
         say(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
+    for name, count in encoder.counts.unreadable.items():
+        say(f"{name}: {count} training rows were left out because their pictures or clips cannot be read")
     for name, count in encoder.counts.dropped.items():
         say(f"{name}: {count} training texts did not fit max_length even without context and were left out")

@@ -62,6 +62,10 @@ class DataSettings(Section):
         description="most validation rows of a task, taken from its training data; they choose the checkpoint",
     )
     max_length: int = Field(1024, ge=8, description="most tokens of a text; only its context is cut")
+    frames: int = Field(8, ge=1, description="frames of a clip that are shown, at equal distances")
+    bad_media: Literal["raise", "drop"] = Field(
+        "raise", description="where a picture or clip cannot be read: stop before training, or leave its row out"
+    )
     packing: bool = Field(False, description="rows of one fixed length without padding")
     buckets: list[Annotated[int, Field(ge=1)]] = Field(
         [], description="widths of padded batches, e.g. 128,256,512; []: multiples of 8, or few widths to compile"

@@ -193,6 +193,8 @@ def _scoring(recipe: Recipe) -> dict[str, Any]:
         "data": recipe.data.folder,
         "batch_tokens": recipe.evaluate.batch_tokens,
         "max_length": recipe.data.max_length,
+        "frames": recipe.data.frames,
+        "bad_media": recipe.data.bad_media,
         "seed": recipe.seed,
     }
 
