@@ -313,13 +313,13 @@ def build(language: Path, published: Path, folder: Path) -> None:
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     weights = folded(torch.load(published, map_location="cpu", weights_only=True))
     convolutions = [part for part in model.model.vision_tower.modules() if isinstance(part, Convolution)]
-    words = text.get_input_embeddings().weight
+    words: Tensor = text.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for convolution, (weight, bias) in zip(convolutions, weights, strict=True):
             convolution.weight.copy_(weight)
             convolution.bias.copy_(bias)  # type: ignore[union-attr]
-        linear: Any = model.model.multi_modal_projector[1]  # type: ignore[index]
+        linear: Any = model.model.multi_modal_projector[1]
         linear.weight.normal_(std=float(words.square().mean().sqrt()) / WIDTH**0.5, generator=generator)
         linear.bias.zero_()
     model.generation_config = text.generation_config

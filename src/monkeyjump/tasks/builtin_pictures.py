@@ -64,8 +64,8 @@ def _figure(rng: random.Random, draw: ImageDraw, figure: str, paint: str, corner
 def _dots(rng: random.Random, draw: ImageDraw, count: int) -> None:
     places = rng.sample([(x, y) for x in range(3) for y in range(3)], count)
     for x, y in places:
-        where = [SIDE * (place + 0.5 + rng.uniform(-0.15, 0.15)) / 3 for place in (x, y)]
-        draw.polygon(_outline("circle", *where, rng.uniform(8, 13), 0), fill=PAINTS["black"])
+        across, down = (SIDE * (place + 0.5 + rng.uniform(-0.15, 0.15)) / 3 for place in (x, y))
+        draw.polygon(_outline("circle", across, down, rng.uniform(8, 13), 0), fill=PAINTS["black"])
 
 
 def _drawn(rng: random.Random, name: str, options: tuple[str, ...]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _drawn(rng: random.Random, name: str, options: tuple[str, ...]) -> dict[str,
 
 def _generator(name: str, options: tuple[str, ...]) -> Callable[[str, int], list[Row]]:
     def generate(split: str, seed: int) -> list[Row]:
-        rng = random.Random(f"{name}/{split}/{seed}")
+        rng = random.Random(f"{name}/{split}/{0 if split == 'test' else seed}")
         return [_drawn(rng, name, options) for _ in range(SIZES[split])]
 
     return generate
