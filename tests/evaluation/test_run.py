@@ -57,7 +57,7 @@ def test_options_without_letters_are_scored_by_their_text(tokenizer):
     found = evaluate(make_model(), tokenizer, [many, few], mode="letter", progress=False)
     by_text = evaluate(make_model(), tokenizer, [many], mode="text", answer_format="letter", progress=False)
     assert [row.mode for row in found.rows] == ["text", "letter"]
-    assert len(found.predictions["many"]["base"][0].scores) == 30
+    assert len(found.predictions["many"]["base"][0].scores or ()) == 30
     assert [p.predicted for p in found.predictions["many"]["base"]] == [
         p.predicted for p in by_text.predictions["many"]["base"]
     ]

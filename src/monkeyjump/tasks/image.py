@@ -145,9 +145,7 @@ def _classification(
     name: str, hub: HubSource, question: str, options: tuple[str, ...], description: str, render: Any = None
 ) -> Task:
     render = render or _classes(question, options)
-    return Task(
-        name, "image_classification", render, ("label",), hub, options, "accuracy", "image", description, ("image",)
-    )
+    return Task(name, "image_classes", render, ("label",), hub, options, "accuracy", "image", description, ("image",))
 
 
 def _question(
@@ -232,7 +230,7 @@ IMAGE14: tuple[Task, ...] = (
         HubSource("lmms-lab/SEED-Bench", splits=_one_split("test"), held_out=1 / 6, group=itemgetter("data_id")),
         render_seed_bench,
         "question choice_a choice_b choice_c choice_d answer",
-        "what is where in pictures, and frames of clips",
+        "what is where in pictures",
     ),
     _question(  # the paper does not say which words; IIIT-5K is the classic set
         "text_recognition",
