@@ -138,3 +138,13 @@ def test_more_options_than_letters(folder: Path) -> None:
     assert example.prompt("letter") == example.prompt("text") == "Which?\nAnswer with the name alone."
     with pytest.raises(ConfigError, match=r"answer 'B' is neither one of the options .*, nor an index from 0 to 39\."):
         task.example({"x": "Which", "gold": "B"})
+
+
+def test_answers_of_several_people(folder: Path) -> None:
+    task = simple_task(
+        "asked", prompt="{x}?", answer="gold", metric="vqa_accuracy", data={"test": folder / "test.jsonl"}
+    )
+    for cell in (["red", "dark", "red"], '["red", "dark", "red"]'):
+        example = task.example({"x": "Which", "gold": cell})
+        assert (example.free_answer, example.answers) == ("red", ("red", "dark", "red"))
+    assert task.example({"x": "Which", "gold": "[red"}).free_answer == "[red"

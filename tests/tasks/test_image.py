@@ -177,6 +177,40 @@ def test_a_task_file_with_pictures(home: Path) -> None:
     assert tasks.load_examples(task, "validation") == parts[1]  # from the disk
 
 
+def test_kept_examples_are_those_of_the_task_as_it_is_now(home: Path) -> None:
+    """Another column, another metric or another folder with the same rows is another origin."""
+    names = photos(home)
+    rows = [{"photo": name, "other": names[-1], "label": n % 2} for n, name in enumerate(names)]
+    task = task_in(home, rows)
+    known = tasks.load_examples(task, "validation")
+    other = task_in(home, rows, PETS.replace("image: photo", "image: other"))
+    assert {one.media[0].content for one in tasks.load_examples(other, "validation")} == {str(home / names[-1])}
+    free = PETS.replace("options: [cat, dog]\n", "")
+    assert {one.metric for one in tasks.load_examples(task_in(home, rows, free), "validation")} == {"exact_match"}
+    relaxed = task_in(home, rows, free + "metric: relaxed_accuracy\n")
+    assert {one.metric for one in tasks.load_examples(relaxed, "validation")} == {"relaxed_accuracy"}
+    moved = home / "moved"
+    moved.mkdir()
+    for name in ("photos", "rows.jsonl", "mine.yaml"):
+        (home / name).rename(moved / name)
+    (moved / "mine.yaml").write_text(PETS)
+    found = tasks.load_examples(tasks.get(str(moved / "mine.yaml")), "validation")
+    assert [one.media[0].content for one in found] == [
+        str(one.media[0].content).replace(str(home), str(moved)) for one in known
+    ]
+
+
+def test_what_is_gone_from_the_cache_is_made_again(home: Path) -> None:
+    task = parquet_task(home, [picture((n, 1, 1)) for n in range(60)])
+    known = tasks.load_examples(task, "validation")
+    for file in (home / "cache" / "media").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    load._loaded.clear()
+    assert tasks.load_examples(task, "validation") == known
+    assert all(Path(str(one.media[0].content)).is_file() for one in known)
+
+
 def test_several_columns_of_pictures(home: Path) -> None:
     a, b, c = photos(home, 3)
     rows: list[dict[str, Any]] = [{"x": a, "y": b, "label": 0}, {"x": None, "y": [b, c], "label": 1}]
@@ -190,13 +224,13 @@ def test_several_columns_of_pictures(home: Path) -> None:
 def test_a_look_finds_every_problem_before_the_work(home: Path) -> None:
     good = photos(home, 40)
     (home / "photos" / "cut.png").write_bytes(picture(size=(40, 40))[:70])
-    names = [*good, "photos/gone.png", "../out.png", "photos/cut.png"]
+    names = ["photos/cut.png", *good, "photos/gone.png", "../out.png"]
     task = task_in(home, [{"photo": name, "label": 0} for name in names])
     with pytest.raises(ConfigError) as error:
         look_at([task], splits=["test"])
-    for part in ("row 41: image 'photos/gone.png': there is no such file", "row 42: image '../out.png' is outside"):
+    for part in ("row 42: image 'photos/gone.png': there is no such file", "row 43: image '../out.png' is outside"):
         assert f"task 'mine', {part}" in str(error.value)
-    assert "cut.png' cannot be read (image file is truncated)" in error.value.problems[2]
+    assert "cut.png' cannot be read (image file is truncated)" in error.value.problems[0]
     task = task_in(home, [{"photo": "photos/cut.png", "label": 0}] * 60)
     with pytest.raises(ConfigError, match=r"task 'mine': image '.*cut\.png' cannot be read .*get it again") as error:
         look_at([task], splits=["test"])
@@ -208,15 +242,19 @@ def test_a_look_finds_every_problem_before_the_work(home: Path) -> None:
         tasks.get(str(home / "both.yaml"))
 
 
-def test_parquet_with_bytes_is_read_into_files(home: Path) -> None:
+def parquet_task(home: Path, contents: list[bytes]) -> tasks.Task:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    contents = [picture((n, 1, 1)) for n in range(60)]
     rows = [{"photo": {"bytes": content, "path": f"{n}.png"}, "label": n % 2} for n, content in enumerate(contents)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), home / "rows.parquet")
     (home / "mine.yaml").write_text(PETS.replace("rows.jsonl", "rows.parquet"))
-    task = tasks.get(str(home / "mine.yaml"))
+    return tasks.get(str(home / "mine.yaml"))
+
+
+def test_parquet_with_bytes_is_read_into_files(home: Path) -> None:
+    contents = [picture((n, 1, 1)) for n in range(60)]
+    task = parquet_task(home, contents)
     found = tasks.load_examples(task, "test")
     assert [Path(str(one.media[0].content)).read_bytes() for one in found] == contents
     assert [one.media for one in tasks.stream_examples(task, "test")] == [(Media("image", c),) for c in contents]
@@ -299,6 +337,22 @@ def test_one_split_gives_validation_too(home: Path, hub: Any) -> None:
     assert sum(sizes) == 120
     assert min(sizes) > 0
     assert sizes[2] < 40
+
+
+def test_a_dataset_of_the_hub_is_read_once(home: Path, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [{"image": {"bytes": picture((n, 3, 3)), "path": None}, "label": n % 2 == 0} for n in range(80)]
+    hub("PatchCamelyon", "train", rows, image=datasets.Image())
+    task = tasks.get("camelyon")
+    train, validation = (tasks.load_examples(task, split, home) for split in ("train", "validation"))
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    assert tasks.load_examples(task, "train", home) == train
+    assert tasks.load_examples(task, "validation", home) == validation
+    assert len(train) + len(validation) == 80
+    one = replace(task, source=HubSource("1aurent/PatchCamelyon", splits={"train": "train"}))
+    with pytest.raises(ConfigError, match="task 'camelyon' has no split for test, only for train"):
+        tasks.load_examples(one, "test", home)
 
 
 def test_states_in_the_list(home: Path) -> None:

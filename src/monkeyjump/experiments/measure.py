@@ -26,7 +26,7 @@ def measure_usage(
     encoder = Encoder(tokenizer, ids, max_length=data.max_length, answer_format=data.answer)
     collate = PaddingCollator(tokenizer.pad_token_id)
     batches = {}
-    for task in tasks:
+    for task in (task for task in tasks if "test" not in task.absent):
         sequences = encoder.encode_all(load_examples(task, "test", data.folder, limit=rows, seed=recipe.seed))
         batches[task.name] = [collate(sequences[start : start + 32]) for start in range(0, len(sequences), 32)]
     return expert_usage(model, batches)

@@ -8,12 +8,11 @@ hub's. Where a dataset has one labelled split (OK-VQA, VizWiz, SEED-Bench, KITTI
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from monkeyjump.tasks.cells import BadLabelError, Row, as_position, listed, pick
+from monkeyjump.tasks.cells import BadLabelError, Row, as_position, listed, most_frequent, pick
 from monkeyjump.tasks.task import LETTERS, Example, HubSource, Metric, Task
 
 _SHORT = "Answer the question using a single word or phrase."  # LLaVA's prompt for short answers
@@ -113,8 +112,8 @@ def _voted(hint: str = _SHORT) -> Callable[[Row], Example]:
         answers = tuple(str(one["answer"] if isinstance(one, Mapping) else one).strip() for one in found)
         if not answers:
             raise BadLabelError("there are no answers")
-        [(frequent, _)] = Counter(answers).most_common(1)
-        return Example(question=f"{str(row['question']).strip()}\n{hint}", free_answer=frequent, answers=answers)
+        question = f"{str(row['question']).strip()}\n{hint}"
+        return Example(question=question, free_answer=most_frequent(answers), answers=answers)
 
     return render
 

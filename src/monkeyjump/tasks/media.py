@@ -119,7 +119,8 @@ def stored(media: Media) -> Media:
     """
     if isinstance(media.content, str):
         return media
-    path = cache.folder().parent / "media" / identity(media)
+    name = identity(media)
+    path = cache.folder().parent / "media" / name[:2] / name
     with suppress(OSError):
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
