@@ -13,6 +13,7 @@ import pytest
 
 from monkeyjump.cli.main import VERBS, main
 from monkeyjump.first_imports import uncollected
+from monkeyjump.tasks import groups
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 
@@ -66,11 +67,13 @@ def test_bad_input_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_lists_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_name_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["tasks"]) == 0
     text = capsys.readouterr().out
-    for name in ("sst2", "stsb", "openbookqa", "builtin"):
+    for name in ("sst2", "stsb", "openbookqa", "builtin", *groups()["image14"], *groups()["video19"]):
         assert name in text
+    assert "hub Srikant86/MVTamperBench: make a copy: `hf download" in text
     assert main(["models"]) == 0
     assert "smollm2-135m" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,26 @@ def test_base_column_is_the_base_model(tokenizer, mode, kind):
     assert only.overall.base is None
     if mode != "generate":
         assert scores(both, "adapter") != pytest.approx(scores(both, "base"), abs=0.1)
+
+
+def test_options_without_letters_are_scored_by_their_text(tokenizer):
+    """Also where letters were asked for, beside a task that has them."""
+    classes = tuple(f"class {n}" for n in range(30))
+    many, few = toy_task("many", options=classes), toy_task("few")
+    found = evaluate(make_model(), tokenizer, [many, few], mode="letter", progress=False)
+    by_text = evaluate(make_model(), tokenizer, [many], mode="text", answer_format="letter", progress=False)
+    assert [row.mode for row in found.rows] == ["text", "letter"]
+    assert len(found.predictions["many"]["base"][0].scores or ()) == 30
+    assert [p.predicted for p in found.predictions["many"]["base"]] == [
+        p.predicted for p in by_text.predictions["many"]["base"]
+    ]
+    assert found.rows[0].base_top_answer in classes
+
+
+def test_tasks_without_the_split_are_passed_over(tokenizer):
+    only_train = replace(toy_task("first"), absent=("test",))
+    found = evaluate(make_model(), tokenizer, [only_train, toy_task("second")], progress=False)
+    assert [row.task for row in found.rows] == ["second"]
 
 
 def test_rows_are_what_the_predictions_say(report):

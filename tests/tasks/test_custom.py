@@ -127,3 +127,24 @@ def test_every_problem_of_a_file_at_once(folder: Path) -> None:
 def test_a_registered_name_must_be_free() -> None:
     with pytest.raises(ConfigError, match=r"'sst2' is taken"):
         tasks.register(tasks.get("sst2"))
+
+
+def test_more_options_than_letters(folder: Path) -> None:
+    classes = [f"class {n}" for n in range(40)]
+    task = simple_task("many", prompt="{x}?", answer="gold", options=classes, data={"test": folder / "test.jsonl"})
+    example = task.example({"x": "Which", "gold": "class 39"})
+    assert (example.label, example.letter, example.target("letter")) == (39, "", "class 39")
+    assert example.targets("letter") == classes
+    assert example.prompt("letter") == example.prompt("text") == "Which?\nAnswer with the name alone."
+    with pytest.raises(ConfigError, match=r"answer 'B' is neither one of the options .*, nor an index from 0 to 39\."):
+        task.example({"x": "Which", "gold": "B"})
+
+
+def test_answers_of_several_people(folder: Path) -> None:
+    task = simple_task(
+        "asked", prompt="{x}?", answer="gold", metric="vqa_accuracy", data={"test": folder / "test.jsonl"}
+    )
+    for cell in (["red", "dark", "red"], '["red", "dark", "red"]'):
+        example = task.example({"x": "Which", "gold": cell})
+        assert (example.free_answer, example.answers) == ("red", ("red", "dark", "red"))
+    assert task.example({"x": "Which", "gold": "[red"}).free_answer == "[red"

@@ -182,6 +182,7 @@ def task_file(folder: Path, changes: dict[str, str | None]) -> Path:
         ({"options": "{}"}, "options"),
         ({"options": "[[a], [b]]"}, "options"),
         ({"metric": "f1"}, "metric"),
+        ({"image": "{a: b}"}, "image"),
         ({"data": "rows.jsonl"}, "data"),
         ({"data": "{}"}, "data"),
         ({"data": "{validation: rows.jsonl}"}, "data"),
@@ -207,6 +208,8 @@ def test_schema_and_loader_refuse_the_same_task_files(tmp_path: Path, changes: d
         {"options": "", "metric": "exact_match"},
         {"data": "{train: rows.jsonl, validation: }"},
         {"data": "{hub: owner/name, config: small, revision: 1, test: validation}"},
+        {"image": "photo"},
+        {"image": "", "video": "[a, b]", "metric": "vqa_accuracy"},
     ],
 )
 def test_schema_and_loader_take_the_same_task_files(tmp_path: Path, changes: dict[str, str | None]) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from monkeyjump.tasks import TaskState
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +24,23 @@ def run(options: argparse.Namespace) -> int:
     chosen = expand(options.names) if options.names else None
     if options.show is not None:
         return _show(options, chosen)
-    rows = [
-        [task.name, task.family, task.metric, task.state, task.description] for task in describe(options.data, chosen)
-    ]
-    Table("Tasks", ["name", "family", "metric", "data", "what it asks"], rows, left=5).show()
+    states = describe(options.data, chosen)
+    for family in dict.fromkeys(task.family for task in states):
+        rows = [[task.name, task.metric, _data(task), task.description] for task in states if task.family == family]
+        Table(family, ["name", "metric", "data", "what it asks"], rows, left=4).show()
+    for how in dict.fromkeys(task.how_to_get for task in states if task.how_to_get):
+        print(how)
     if chosen is None:
         print("groups: " + ", ".join(groups()))
         print("A YAML file of your own works wherever a task name does; --show 3 prints prompts.")
     return 0
+
+
+def _data(task: TaskState) -> str:
+    """Where the data is: the dataset's name for one of the hub, with what is to be done."""
+    name = task.source.removeprefix("hub ").split(" (")[0]
+    known = {"on the hub": name, "to unpack": f"{name}, to unpack", "missing": f"{name}, missing"}
+    return known.get(task.state, task.state)
 
 
 def _show(options: argparse.Namespace, chosen: list | None) -> int:
@@ -40,6 +53,8 @@ def _show(options: argparse.Namespace, chosen: list | None) -> int:
     for look in looks:
         for number, example in enumerate(look.examples, start=1):
             print(f"-- {look.task}, {look.split} row {number} " + "-" * max(0, 60 - len(look.task)))
+            for media in example.media:
+                print(f"[{media.kind} {media.name}]")
             print(example.prompt(options.answer))
             print(f"=> {example.target(options.answer)}\n")
     return 0

@@ -89,6 +89,8 @@ def evaluate(
 
     settings = _settings(settings, changes)
     chosen = [task for task in _tasks(tasks) if settings.split not in task.absent]
+    if not chosen:
+        raise ConfigError(f"split={settings.split!r}: none of the tasks has it. Name others, or another split.")
     sides = _sides(model, settings.compare_base)
     ids = _task_ids(model, chosen, settings)
     examples = {task.name: _sample(task, settings) for task in chosen}

@@ -26,7 +26,7 @@ def measure_usage(
     encoder = Encoder(tokenizer, ids, **encoding(recipe))
     collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
     batches = {}
-    for task in tasks:
+    for task in (task for task in tasks if "test" not in task.absent):
         sequences = encoder.encode_all(load_examples(task, "test", recipe.data.folder, limit=rows, seed=recipe.seed))
         batches[task.name] = [collate(sequences[start : start + 32]) for start in range(0, len(sequences), 32)]
     return expert_usage(model, batches)

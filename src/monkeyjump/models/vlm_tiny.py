@@ -313,7 +313,7 @@ def build(language: Path, published: Path, folder: Path) -> None:
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     weights = folded(torch.load(published, map_location="cpu", weights_only=True))
     convolutions = [part for part in model.model.vision_tower.modules() if isinstance(part, Convolution)]
-    words: Tensor = text.get_input_embeddings().weight
+    words: Any = text.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for convolution, (weight, bias) in zip(convolutions, weights, strict=True):

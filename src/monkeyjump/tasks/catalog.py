@@ -10,7 +10,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
 from monkeyjump.tasks.builtin import BUILTIN_TASKS
 from monkeyjump.tasks.builtin_pictures import PICTURE_TASKS
-from monkeyjump.tasks.hub import copy_of
+from monkeyjump.tasks.hub import copy_of, how_to_get
 from monkeyjump.tasks.image import IMAGE14, IMAGE_TASKS
 from monkeyjump.tasks.load import describe_source, find_file
 from monkeyjump.tasks.mmt47 import MMT47_TASKS
@@ -34,6 +34,7 @@ class TaskState:
     description: str
     source: str
     state: str  # built in | local | in the folder | on the hub | to unpack | missing
+    how_to_get: str = ""  # where the data does not come by itself
 
 
 def register(task: Task) -> Task:
@@ -97,10 +98,12 @@ def expand(wanted: str | Iterable[str]) -> list[Task]:
 
 def describe(data_dir: str | Path | None = None, tasks: Iterable[Task] | None = None) -> list[TaskState]:
     """Tasks (all there are, unless told) with the state of their data, without touching the network."""
-    return [
-        TaskState(task.name, task.family, task.metric, task.description, describe_source(task), _state(task, data_dir))
-        for task in (map(_TASKS.get, _TASKS) if tasks is None else tasks)
-    ]
+    found = []
+    for task in map(_TASKS.get, _TASKS) if tasks is None else tasks:
+        state, source = _state(task, data_dir), describe_source(task)
+        get = f"{source.split(' (')[0]}: {how_to_get(task.source)}" if state in ("to unpack", "missing") else ""
+        found.append(TaskState(task.name, task.family, task.metric, task.description, source, state, get))
+    return found
 
 
 def _state(task: Task, data_dir: str | Path | None) -> str:

@@ -113,6 +113,11 @@ def listed(value: Any, path: str) -> list[Any]:
     raise BadLabelError(f"{path}={value!r} is no list of options")
 
 
+def most_frequent(answers: Sequence[str]) -> str:
+    """The answer of most people; of equally frequent ones the first."""
+    return max(dict.fromkeys(answers), key=answers.count)
+
+
 def missing(value: Any) -> bool:
     """Whether a cell is empty: nothing, or the NaN that stands for it in tables of numbers."""
     return value is None or (isinstance(value, float) and math.isnan(value))

@@ -17,6 +17,7 @@ from monkeyjump.tasks.cells import (
     listed,
     lookup,
     missing,
+    most_frequent,
     number,
     opened,
 )
@@ -101,7 +102,10 @@ def _renderer(prompt: str, context: str, options: Options, answer: str) -> Calla
         if missing(value) or value == "":
             raise BadLabelError(f"the answer (column {answer!r}) is empty")
         if options is None:
-            return Example(question=question, context=cuttable, free_answer=str(value))
+            several = opened(value)  # answers of several people
+            answers = tuple(map(str, several)) if isinstance(several, list | tuple) and several else ()
+            answer_text = most_frequent(answers) if answers else str(value)
+            return Example(question=question, context=cuttable, free_answer=answer_text, answers=answers)
         texts, label = _choose(options, row, value)
         return Example(question=question, context=cuttable, options=texts, label=label, score=number(texts[label]))
 

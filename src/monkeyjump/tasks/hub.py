@@ -40,6 +40,10 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
             f"{how_to_get(source)}",
             title="data not available",
         )
+    if split not in source.splits:
+        raise ConfigError(
+            f"task {task.name!r} has no split for {split}, only for {', '.join(source.splits)}. Add it to its data."
+        )
     folder = f"a folder with {task.name}/{split}.jsonl as the data folder"
     try:
         import datasets

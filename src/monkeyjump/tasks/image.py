@@ -8,12 +8,11 @@ hub's. Where a dataset has one labelled split (OK-VQA, VizWiz, SEED-Bench, KITTI
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from monkeyjump.tasks.cells import BadLabelError, Row, as_position, listed, pick
+from monkeyjump.tasks.cells import BadLabelError, Row, as_position, listed, most_frequent, pick
 from monkeyjump.tasks.task import LETTERS, Example, HubSource, Metric, Task
 
 _SHORT = "Answer the question using a single word or phrase."  # LLaVA's prompt for short answers
@@ -113,8 +112,8 @@ def _voted(hint: str = _SHORT) -> Callable[[Row], Example]:
         answers = tuple(str(one["answer"] if isinstance(one, Mapping) else one).strip() for one in found)
         if not answers:
             raise BadLabelError("there are no answers")
-        [(frequent, _)] = Counter(answers).most_common(1)
-        return Example(question=f"{str(row['question']).strip()}\n{hint}", free_answer=frequent, answers=answers)
+        question = f"{str(row['question']).strip()}\n{hint}"
+        return Example(question=question, free_answer=most_frequent(answers), answers=answers)
 
     return render
 
@@ -145,9 +144,7 @@ def _classification(
     name: str, hub: HubSource, question: str, options: tuple[str, ...], description: str, render: Any = None
 ) -> Task:
     render = render or _classes(question, options)
-    return Task(
-        name, "image_classification", render, ("label",), hub, options, "accuracy", "image", description, ("image",)
-    )
+    return Task(name, "image_classes", render, ("label",), hub, options, "accuracy", "image", description, ("image",))
 
 
 def _question(
@@ -232,7 +229,7 @@ IMAGE14: tuple[Task, ...] = (
         HubSource("lmms-lab/SEED-Bench", splits=_one_split("test"), held_out=1 / 6, group=itemgetter("data_id")),
         render_seed_bench,
         "question choice_a choice_b choice_c choice_d answer",
-        "what is where in pictures, and frames of clips",
+        "what is where in pictures",
     ),
     _question(  # the paper does not say which words; IIIT-5K is the classic set
         "text_recognition",

@@ -46,11 +46,11 @@ def load_examples(
     """
     options: dict[str, Any] = {"seed": seed, "validation_fraction": validation_fraction}
     _check_split(split, validation_fraction)
-    known = origin(task, split, data_dir, **options)
+    known = _known(task, split, data_dir, **options)
     if known in _loaded:
         examples = _loaded[known]
-    elif known is not None and split == "validation" and (kept := cache.read(_examples_key(known))) is not None:
-        examples = _loaded[known] = [Example.from_json(row) for row in json.loads(bytes(kept))]
+    elif isinstance(known, str) and split == "validation" and (kept := _read_examples(known)) is not None:
+        examples = _loaded[known] = kept
     elif limit is not None or known is None:
         examples = [_stored(one) for one in islice(stream_examples(task, split, data_dir, **options), limit)]
     else:
@@ -60,8 +60,17 @@ def load_examples(
     return examples[:limit]
 
 
-_loaded: dict[str | None, list[Example]] = {}
+_loaded: dict[Any, list[Example]] = {}
+_tasks: dict[int, Task] = {}  # of the hub: they stay, so that their ids tell them apart
 _MOST_LOADED = 400_000  # examples, some 400 MB; where there are more, those that came first are dropped
+
+
+def _known(task: Task, split: str, data_dir: str | Path | None, **options: Any) -> Any:
+    """What examples are found by in memory: their origin; for data of the hub the task itself; None for neither."""
+    known = origin(task, split, data_dir, **options)
+    if known is not None or not isinstance(task.source, HubSource) or file_of(task, split, data_dir):
+        return known
+    return id(_tasks.setdefault(id(task), task)), split, str(data_dir), *options.values()
 
 
 def _load(task: Task, split: str, data_dir: str | Path | None, seed: int, validation_fraction: float) -> list[Example]:
@@ -69,8 +78,8 @@ def _load(task: Task, split: str, data_dir: str | Path | None, seed: int, valida
     carved = split != "test" and not has_own_validation(task, data_dir)
     parts = ("train", "validation") if carved else (split,)
 
-    def origins() -> list[str | None]:
-        return [origin(task, part, data_dir, seed=seed, validation_fraction=validation_fraction) for part in parts]
+    def origins() -> list[Any]:
+        return [_known(task, part, data_dir, seed=seed, validation_fraction=validation_fraction) for part in parts]
 
     before, found = origins(), {part: list[Example]() for part in parts}
     folder = media_folder(task, split, data_dir)
@@ -79,10 +88,10 @@ def _load(task: Task, split: str, data_dir: str | Path | None, seed: int, valida
         found[part].append(_stored(task.example(row, number, folder)))
     if before == origins():  # no file has changed while it was read
         _loaded.update(zip(before, found.values(), strict=True))
-        if carved and before[1] is not None:  # a few rows, for which nobody should read all of train again
+        if carved and isinstance(before[1], str):  # a few rows, for which nobody should read all of train again
             rows = [asdict(example) for example in found["validation"]]
             with suppress(TypeError):  # pictures that could not be put into files
-                cache.write(_examples_key(before[1]), json.dumps(rows).encode())
+                cache.write(cache.key("examples", before[1]), json.dumps(rows).encode())
         while len(_loaded) > 1 and sum(map(len, _loaded.values())) > _MOST_LOADED:
             del _loaded[next(iter(_loaded))]
     return found[split]
@@ -92,8 +101,12 @@ def _stored(example: Example) -> Example:
     return replace(example, media=tuple(map(stored, example.media))) if example.media else example
 
 
-def _examples_key(known: str) -> str:
-    return cache.key("examples", known)
+def _read_examples(known: str) -> list[Example] | None:
+    """Examples from the disk, if all of their pictures are still there."""
+    kept = cache.read(cache.key("examples", known))
+    examples = None if kept is None else [Example.from_json(row) for row in json.loads(bytes(kept))]
+    there = all(Path(str(media.content)).is_file() for example in examples or () for media in example.media)
+    return examples if there else None
 
 
 def stream_examples(task: Task, split: str, data_dir: str | Path | None = None, **options: Any) -> Iterator[Example]:
@@ -162,7 +175,8 @@ def origin(
             source = _code(task.source.generate), seed
         else:
             return None
-        parts = (task.name, task.fields, _code(task.render), source, split, own_validation, validation_fraction)
+        form = (task.name, task.fields, task.metric, task.modality, task.media, media_folder(task, split, data_dir))
+        parts = (*form, _code(task.render), _code(task.kind), source, split, own_validation, validation_fraction)
     except _UnknownCodeError:
         return None
     return cache.key(_package_code(), *parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -118,7 +119,8 @@ def stored(media: Media) -> Media:
     """
     if isinstance(media.content, str):
         return media
-    path = cache.folder().parent / "media" / identity(media)
+    name = identity(media)
+    path = cache.folder().parent / "media" / name[:2] / name
     with suppress(OSError):
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +203,8 @@ def read_frames(media: Media, count: int) -> list[Image]:
 def _packets(av: Any, media: Media) -> int:
     """How many frames a clip should have. What its head says is often missing or wrong."""
     with av.open(_file(media), metadata_errors="ignore") as container:
-        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+        streams = container.streams.video
+        return sum(packet.size > 0 for packet in container.demux(streams[0])) if streams else 0
 
 
 def _decoded(av: Any, media: Media, wanted: set[int]) -> tuple[dict[int, Image], int]:
@@ -223,7 +226,8 @@ def _file(media: Media) -> Any:
 
 
 def _unreadable(media: Media, error: Exception) -> BadMediaError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    reason = re.sub(r"[: ]+(<[^<]*>|'[^']*')$", "", said.splitlines()[0])  # the file, which is named already
     return BadMediaError(
         f"{media.kind} {media.name} cannot be read ({reason}). The file may be damaged or incomplete: "
         "get it again, or leave its row out."

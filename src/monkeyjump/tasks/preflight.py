@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from monkeyjump.tasks.media import open_image, read_frames
 from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
 
 MOST_ROWS = 10_000  # of a split; a file may have millions
-_OPENED = 16  # pictures and clips of a split
+_KEPT = 100  # examples of a split
 _SHOWN_PROBLEMS = 3  # bad rows of a split that are told; the others are counted
 
 
@@ -45,7 +45,7 @@ class SplitLook:
     def of(cls, task: Task, split: str, examples: list[Example], complete: bool = True) -> SplitLook:
         answers = Counter(example.answer for example in examples)
         letters = Counter(example.letter for example in examples if example.letter)
-        return cls(task.name, split, len(examples), complete, answers, letters, examples[:100])
+        return cls(task.name, split, len(examples), complete, answers, letters, examples[:_KEPT])
 
     @classmethod
     def from_json(cls, text: bytes) -> SplitLook:
@@ -122,7 +122,10 @@ def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options
         folder = media_folder(task, split, data_dir)
         for number, row in islice(rows, most):
             try:
-                good.append(task.example(row, number, folder))
+                example = task.example(row, number, folder)
+                problems += _unreadable(example) if len(good).bit_count() < 2 else []
+                # beyond those that are kept, bytes of pictures would only fill the memory
+                good.append(example if len(good) < _KEPT else replace(example, media=()))
             except ConfigError as error:
                 bad += 1
                 problems += error.problems if bad <= _SHOWN_PROBLEMS else []
@@ -131,22 +134,20 @@ def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options
         return SplitLook.of(task, split, good), [*problems, *error.problems]
     if bad > _SHOWN_PROBLEMS:
         problems.append(f"task {task.name!r}: {bad - _SHOWN_PROBLEMS} more rows of its {split} split are bad.")
-    problems += _unreadable(good)
     if not good and not bad:
         problems.append(f"task {task.name!r}: its {split} split has no rows. {_more_rows(split)}")
-    return SplitLook.of(task, split, good, complete), problems
+    return SplitLook.of(task, split, good, complete), list(dict.fromkeys(problems))
 
 
-def _unreadable(examples: list[Example]) -> list[str]:
-    """What is wrong with pictures and clips: a few of a split are opened, at equal distances."""
-    problems: dict[str, None] = {}
-    for example in examples[:: max(1, len(examples) // _OPENED)]:
-        for media in example.media:
-            try:
-                read_frames(media, 1) if media.kind == "video" else open_image(media)
-            except ConfigError as error:
-                problems |= dict.fromkeys(f"task {example.task!r}: {problem}" for problem in error.problems)
-    return list(problems)[:_SHOWN_PROBLEMS]
+def _unreadable(example: Example) -> list[str]:
+    """What is wrong with the pictures and clips of a row; the rows 1, 2, 3, 5, 9, ... of a split are looked at."""
+    problems = []
+    for media in example.media:
+        try:
+            read_frames(media, 1) if media.kind == "video" else open_image(media)
+        except ConfigError as error:
+            problems += [f"task {example.task!r}: {problem}" for problem in error.problems]
+    return problems
 
 
 def _more_rows(split: str) -> str:

@@ -76,7 +76,7 @@ VIDEO_TASKS: tuple[Task, ...] = tuple(
         fields=("answer",),
         source=_source(name, folder),
         modality="video",
-        description=f"tampering in clips of {name.replace('_', ' ')}",
+        description=f"tampered clips: {name.replace('_', ' ')}",
         media=("video",),
     )
     for family, kinds in _FAMILIES.items()
