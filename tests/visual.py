@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from monkeyjump.models.visual import VISUAL_TEMPLATE, without_clips
+from monkeyjump.models.visual import VISUAL_TEMPLATE, VisualProcessor, without_clips
+from monkeyjump.models.vlm_tiny import TOKENS, TinyProcessor, VlmTiny
 from tests.tasks.conftest import make_tokenizer
 
 IMAGE, VIDEO, VOCABULARY = 120, 121, 128
@@ -154,6 +156,15 @@ def save_visual_model(folder: Path) -> Path:
     return folder
 
 
+def tiny_processor() -> VisualProcessor:
+    """A processor over bytes: 16 places for a picture, 4 for each frame of a clip."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(list(TOKENS), special_tokens=True)
+    tokenizer.chat_template = VISUAL_TEMPLATE
+    model = SimpleNamespace(forward=VlmTiny.forward, config=SimpleNamespace(model_type="monkeyjump_vlm"))
+    return VisualProcessor(TinyProcessor(tokenizer), tokenizer, model)
+
+
 MODELS = {
     "llava_onevision": llava_onevision,
     "idefics3": idefics3,
@@ -161,7 +172,7 @@ MODELS = {
     "qwen3_vl": qwen3_vl,
     "gemma3": gemma3,
 }
-TOKENS = {"llava_onevision": 10}  # of one picture: 4 of the whole, 6 of its tile with the ends of lines; 4 elsewhere
+PLACES = {"llava_onevision": 10}  # of one picture: 4 of the whole, 6 of its tile with the ends of lines; 4 elsewhere
 
 
 def pictures(model: str, count: int, seed: int = 0) -> dict[str, Tensor]:
@@ -181,7 +192,7 @@ def batch(model: str, rows: int = 2, words: int = 8, left: bool = False, seed: i
     """Rows of a picture and words; the first row has three words less, and pads instead."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(3, 100, (rows, words), generator=generator)
-    places = TOKENS.get(model, 4)
+    places = PLACES.get(model, 4)
     ids = torch.cat([text[:, :2], torch.full((rows, places), IMAGE), text[:, 2:]], 1)
     mask = torch.ones_like(ids)
     if left:

@@ -66,12 +66,12 @@ def test_a_folder_loads_with_pad_and_template(tmp_path: Path) -> None:
 
 
 def test_the_default_is_fetched_once_and_kept(cache: Path, fake_fetch: list[str]) -> None:
-    assert [state.state for state in list_models() if state.kind == "bundled"] == ["missing"]
+    assert [state.state for state in list_models() if state.kind == "bundled"] == ["missing", "missing"]
     first, second = resolve("smollm2-135m"), resolve("smollm2-135m")
     assert first == second
     assert fake_fetch == ["smollm2-135m"]
     assert Path(first.source) == cache / "models" / "smollm2-135m"
-    assert [state.state for state in list_models() if state.kind == "bundled"] == ["cached"]
+    assert [state.state for state in list_models() if state.kind == "bundled"] == ["cached", "missing"]
     assert not list((cache / "models").glob(".building-*"))
 
 

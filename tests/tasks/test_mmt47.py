@@ -15,6 +15,7 @@ from monkeyjump.tasks.media import Media
 from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.tasks.preflight import look_at
 from tests.tasks.pictures import clip, picture
+from tests.visual import tiny_processor
 
 NAMES = tasks.groups()["mmt47"]
 
@@ -55,7 +56,7 @@ def test_rows_bring_their_kind(tmp_path: Path) -> None:
     assert (similar.free_answer, similar.score, similar.metric) == ("2.75", 2.75, "spearman")
 
 
-def test_one_run_over_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+def test_one_run_over_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(cache, "folder", lambda: tmp_path / "cache" / "data")
@@ -79,7 +80,7 @@ def test_one_run_over_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     sizes = {(look.task, look.split): look.rows for look in looks}
     assert sizes.pop(("mmt47_train", "train")) + sizes.pop(("mmt47_train", "validation")) == 90
     assert sizes == {(f"mmt47_{n}", "test"): c for n, c in (("pets", 2), ("piqa", 3), ("action_count", 4))}
-    mixture = Mixture.load(chosen, Encoder(tokenizer), tmp_path)
+    mixture = Mixture.load(chosen, Encoder(tiny_processor()), tmp_path)
     assert mixture.names == ["mmt47_train"]
     assert {e.media[0].kind if e.media else "text" for e in tasks.load_examples(chosen[0], "train", tmp_path)} == {
         *("text", "image", "video")
