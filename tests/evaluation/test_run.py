@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from typing import Any
@@ -241,3 +242,11 @@ def test_the_default_model_scores_like_a_plain_loop():
     encoder = Encoder(tokenizer, answer_format="text")
     for item, found in zip(examples, predict(model, encoder, examples, "text"), strict=True):
         assert found.scores == pytest.approx(naive_scores(model, encoder, item, "text", {}), abs=1e-3)
+
+
+def test_the_collector_leaves_old_objects_alone_while_a_model_is_scored(tokenizer):
+    model, counts = make_model(), list[int]()
+    model.register_forward_hook(lambda module, args, output: counts.append(gc.get_freeze_count()))
+    evaluate(model, tokenizer, TASKS[:1], progress=False)
+    assert min(counts) > 1000
+    assert gc.get_freeze_count() == 0

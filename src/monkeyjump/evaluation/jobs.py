@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Mode = Literal["letter", "text", "generate"]
 MODES: tuple[Mode, ...] = ("letter", "text", "generate")
 FREE_ANSWER_TOKENS = 64  # what a free answer may take
+_WAVE = 8  # full batches of a wave, once the device is busy
 _ROOM = 8  # tokens beyond the longest option: "The answer is B."
 _ALIKE = 0.8  # the shortest prompt of a large batch, as a part of the longest
 _LOGIT_WEIGHT = 4  # an answer position holds a row of logits: it counts as this many plain tokens of a batch
@@ -85,17 +86,21 @@ def make_jobs(encoder: Encoder, examples: Sequence[Example], mode: Mode) -> list
     ]
 
 
-def waves(lists: Iterable[list[Job]], tokens: int) -> Iterator[list[Job]]:
-    """Join lists until they hold so many tokens of prompts."""
+def waves(lists: Iterable[list[Job]], batch_tokens: int) -> Iterator[list[Job]]:
+    """Join lists until they fill one batch, then two, four, and always eight.
+
+    Small waves let the device begin at once; of large ones less is padding, and there are few switches between sides.
+    """
     wave: list[Job] = []
-    held = 0
+    held, batches = 0, 1
     for jobs in lists:
         wave = wave + jobs
         held += sum(len(job.prompt) for job in jobs)
-        if held >= tokens:
+        if held >= batches * batch_tokens:
             yield wave
-            wave, held = [], 0
-    yield wave
+            wave, held, batches = [], 0, min(2 * batches, _WAVE)
+    if wave:
+        yield wave
 
 
 def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
