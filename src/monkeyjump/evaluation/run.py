@@ -76,13 +76,14 @@ def _short_collections() -> Iterator[None]:
 
     A look at all objects that torch and Transformers have made stops the launches for a quarter of a second.
     """
-    frozen = gc.get_freeze_count() > 0  # by somebody else, who will want them to stay so
+    if gc.get_freeze_count():  # somebody else has done so, and will end it
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 @_short_collections()
