@@ -8,7 +8,7 @@ Prompts are padded on the right and run without a mask, for which attention has 
 no token sees the padding behind it. Where that does not hold (`AnswerReader._hides_what_follows`), or the cache cannot
 have padding between a prompt and its answer, they are padded on the left and masked.
 
-Nothing here waits for the device, save that generation looks now and then whether all rows have ended.
+Nothing here waits for the device.
 
 Shapes: B prompts, P prompt tokens, R answers of all prompts, L answer tokens (padded on the right), V vocabulary.
 Logits are made for answer positions only.
@@ -35,7 +35,6 @@ from monkeyjump.tuner.block_list import repeat_rows
 from monkeyjump.tuner.call import Generation, belonging_to
 
 _FLOATS_AT_ONCE = 2**25  # logits converted to float32 in one piece: 128 MiB
-_STEPS_BETWEEN_LOOKS = 8  # steps of generation after which it is asked, once, whether every row has ended
 
 
 @dataclass
@@ -73,14 +72,14 @@ class AnswerReader:
         self.model = model
         self.pad_id = pad_id
         self.device = model.get_input_embeddings().weight.device
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.base = base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._accepts = set(inspect.signature(base.forward).parameters)
         self._head = base.get_output_embeddings()
         self._right: bool | None = None  # whether prompts may be padded on the right; found out with the first batch
         self._cache_takes_gaps = "position_ids" in self._accepts and _all_layers_grow(base.config)
         adapters = getattr(model, "peft_config", {}).values()
         virtual = any(getattr(config, "is_prompt_learning", False) for config in adapters)
-        self._takes_any_cache = self._cache_takes_gaps and not virtual  # else PEFT puts one of its own there
+        self.takes_any_cache = self._cache_takes_gaps and not virtual  # else PEFT puts one of its own there
 
     def batch_tokens(self) -> int:
         """The padded tokens of a batch that keeps this device busy."""
@@ -116,10 +115,10 @@ class AnswerReader:
         with belonging_to(generation):
             if inputs.left:
                 positions = (mask.long().cumsum(1) - 1).clamp_min(0)
-                output = self._call(inputs.prompts, mask.long(), positions, None, keep=1)
+                output = self.call(inputs.prompts, mask.long(), positions, None, keep=1)
             else:
                 # Without any cache Transformers would look, and so wait, whether sequences are packed in a row.
-                empty = {} if cached or not self._takes_any_cache else {"past_key_values": nothing_kept()}
+                empty = {} if cached or not self.takes_any_cache else {"past_key_values": nothing_kept()}
                 with self._head_reads(lengths - 1, mask.shape[1]):
                     output = self.model(input_ids=inputs.prompts, use_cache=cached, return_dict=True, **empty)
         cache = getattr(output, "past_key_values", None)
@@ -142,28 +141,10 @@ class AnswerReader:
         whole = torch.cat([prefix.mask[owners], mask], 1).long()
         with belonging_to(prefix.generation):
             positions = prefix.lengths[owners].unsqueeze(1) + places
-            return self._call(ids, whole, positions, prefix.cache, keep=ids.shape[1]).logits
+            return self.call(ids, whole, positions, prefix.cache, keep=ids.shape[1]).logits
 
-    def greedy(self, batch: Batch, end_ids: set[int]) -> Tensor:
-        """The most likely next token, again and again, [B, steps]. What comes after a row's end token is noise."""
-        inputs = self.prepare(batch)
-        prefix, steps = self.read(inputs, cached=True), max(job.limit for job in batch.jobs)
-        width, mask = prefix.mask.shape[1], nn.functional.pad(prefix.mask.long(), (0, steps), value=1)
-        ends = torch.tensor(sorted(end_ids), device=self.device)
-        ended = torch.zeros(len(mask), dtype=torch.bool, device=self.device)
-        found, logits = [], prefix.logits
-        for step in range(steps):
-            found.append(logits[:, -1].argmax(-1))
-            ended |= torch.isin(found[-1], ends)
-            if step == steps - 1 or (step % _STEPS_BETWEEN_LOOKS == _STEPS_BETWEEN_LOOKS - 1 and bool(ended.all())):
-                break
-            positions = (prefix.lengths + step).unsqueeze(1)
-            with belonging_to(prefix.generation):
-                ids, seen = found[-1].unsqueeze(1), mask[:, : width + step + 1]
-                logits = self._call(ids, seen, positions, prefix.cache, keep=1).logits
-        return torch.stack(found, 1)
-
-    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int) -> Any:
+    def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int) -> Any:
+        """The model's output; logits for the last `keep` tokens where it can be told so."""
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
         if cache is not None:
             arguments["past_key_values"] = cache

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.evaluation.answers import match_option, normalize, number_in
+from monkeyjump.evaluation.decode import Decoder
 from monkeyjump.evaluation.forward import AnswerReader, evaluating
 from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs, waves
 from monkeyjump.tasks.encode import Encoder
@@ -119,9 +120,10 @@ class Scorer:
         Where memory runs out, the batch and all that follow are made again with half as many tokens.
         """
         waiting, done, outputs = deque(batches), [], []
+        decoder = Decoder(self.reader, self.end_ids) if any(b.jobs[0].mode == "generate" for b in batches) else None
         while waiting:
             batch = waiting.popleft()
-            output = self._output(batch)
+            output = self._output(batch, decoder)
             if output is None:
                 self.batch_tokens = min(self.batch_tokens, batch.cost) // 2
                 remaining = [job for part in (batch, *waiting) for job in part.jobs]
@@ -133,11 +135,11 @@ class Scorer:
                 self.progress.update(len(batch.jobs))
         return done, outputs
 
-    def _output(self, batch: Batch) -> Tensor | None:
+    def _output(self, batch: Batch, decoder: Decoder | None) -> Tensor | None:
         """Log-probabilities or generated ids on the device; None where its memory is too small for the batch."""
         try:
-            if batch.jobs[0].mode == "generate":
-                return self.reader.greedy(batch, self.end_ids)
+            if decoder is not None and batch.jobs[0].mode == "generate":
+                return decoder.answers(batch)
             return self.reader.answer_logprobs(batch)
         except torch.OutOfMemoryError:
             if len(batch.jobs) == 1:
