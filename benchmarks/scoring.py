@@ -50,9 +50,11 @@ def main() -> None:
     tasks = expand(options.tasks.split(","))
     settings = {"data": options.data, "limit": options.limit, "mode": "letter", "progress": False}
     evaluate(model, tokenizer, tasks, **{**settings, "limit": 30})  # kernels are compiled
-    started = wait()
-    report = evaluate(model, tokenizer, tasks, **settings)
-    seconds = wait() - started
+    seconds = []
+    for _ in range(2):  # the second finds the texts encoded
+        started = wait()
+        report = evaluate(model, tokenizer, tasks, **settings)
+        seconds.append(wait() - started)
 
     encoder = Encoder(tokenizer, {task.name: n for n, task in enumerate(tasks)})
     examples = {task.name: load_examples(task, "test", options.data)[: options.limit] for task in tasks}
@@ -71,9 +73,11 @@ def main() -> None:
                 reader.read(given, cached=False)
             times.append(wait() - started)
     found = {
-        "seconds": seconds,
+        "seconds": seconds[0],
+        "again_seconds": seconds[1],
         "forward_seconds": min(times),
-        "ratio": seconds / min(times),
+        "ratio": seconds[0] / min(times),
+        "again_ratio": seconds[1] / min(times),
         "rows": sum(row.n for row in report.rows),
         "tokens": sum(len(job.prompt) for job in jobs),
         "batches": len(batches),

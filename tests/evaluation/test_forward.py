@@ -194,8 +194,7 @@ def test_nothing_waits_between_batches(tokenizer, mode, granularity):
         with Waits() as waits:
             scorer.run(batches)
     assert len(batches) > 2
-    # Without a cache Transformers looks, once in a forward, whether the row is a packed one.
-    assert waits.count == (len(batches) if mode == "letter" else 0)
+    assert waits.count == 0
 
 
 def test_generation_stops_soon_after_all_rows_have_ended(tokenizer):
@@ -238,14 +237,15 @@ def test_the_bar_counts_every_example_of_every_side(monkeypatch, tokenizer):
     assert 0 < dropped < 36
     assert bars[0].steps[-1] == 2 * dropped
     assert sum(bars[0].steps) == bars[0].total == 72
-    assert bars[0].sides == ["base", "adapter"]
+    assert len(bars[0].sides) > 2
+    assert bars[0].sides == ["base", "adapter"] * (len(bars[0].sides) // 2)  # wave by wave
     assert [row.n for row in report.rows] == [12 - row.dropped for row in report.rows]
 
 
 def test_jobs_of_two_tasks_come_back_in_their_order(tokenizer, examples):
     model, encoder = make_model(), Encoder(tokenizer, answer_format="text")
     jobs: list[Job] = [*make_jobs(encoder, examples[:7], "text"), *make_jobs(encoder, examples[3:], "generate")]
-    made = Scorer(model, encoder).score([jobs[:3], jobs[3:]], {"": torch.no_grad()})[""]
+    made = Scorer(model, encoder).score([jobs[:3], jobs[3:]], {"": torch.no_grad})[""]
     found = [made[job] for job in jobs]
     apart: list[Prediction] = [
         *predict(model, encoder, examples[:7], "text"),

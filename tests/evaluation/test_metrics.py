@@ -68,10 +68,11 @@ def test_wilson_is_symmetric_and_inside(n):
 def test_bootstrap_intervals_are_deterministic_and_sensible():
     rng = np.random.default_rng(1)
     tasks = [list(rng.normal(size=300)), list(rng.normal(3, 2, size=500))]
-    replicates = [metrics.resampled_mean(values, seed) for seed, values in enumerate(tasks)]
+    replicates = [metrics.resampled_means([values], seed)[0] for seed, values in enumerate(tasks)]
     array = np.asarray(tasks[0])
     assert np.array_equal(replicates[0], metrics.bootstrap(len(array), lambda index: float(array[index].mean()), 0))
-    assert not np.array_equal(replicates[0], metrics.resampled_mean(tasks[0], 1))
+    assert not np.array_equal(replicates[0], metrics.resampled_means(tasks[:1], 1)[0])
+    assert np.array_equal(replicates[0], metrics.resampled_means([tasks[1][:300], tasks[0]], 0)[1])
     interval = metrics.percentile_interval(np.mean(replicates, axis=0))
     center = (np.mean(tasks[0]) + np.mean(tasks[1])) / 2
     error = math.sqrt(np.var(tasks[0]) / 300 + np.var(tasks[1]) / 500) / 2

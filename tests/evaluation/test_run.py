@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -262,3 +263,18 @@ def test_the_default_model_scores_like_a_plain_loop():
     encoder = Encoder(tokenizer, answer_format="text")
     for item, found in zip(examples, predict(model, encoder, examples, "text"), strict=True):
         assert found.scores == pytest.approx(naive_scores(model, encoder, item, "text", {}), abs=1e-3)
+
+
+def test_the_collector_leaves_old_objects_alone_while_a_model_is_scored(tokenizer):
+    model, counts, frozen = make_model(), list[int](), gc.get_freeze_count()
+    model.register_forward_hook(lambda module, args, output: counts.append(gc.get_freeze_count()))
+    gc.unfreeze()  # the whole suite runs with old objects left alone
+    try:
+        evaluate(model, tokenizer, TASKS[:1], progress=False)
+        assert min(counts) > 1000
+        assert gc.get_freeze_count() == 0
+    finally:
+        if frozen:
+            gc.freeze()
+    evaluate(model, tokenizer, TASKS[:1], progress=False)
+    assert bool(gc.get_freeze_count()) == bool(frozen)

@@ -8,7 +8,7 @@ Prompts are padded on the right and run without a mask, for which attention has 
 no token sees the padding behind it. Where that does not hold (`AnswerReader._hides_what_follows`), or the cache cannot
 have padding between a prompt and its answer, they are padded on the left and masked.
 
-Nothing here waits for the device: results stay on it until all batches have been started.
+Nothing here waits for the device.
 
 Shapes: B prompts, P prompt tokens, R answers of all prompts, L answer tokens (padded on the right), V vocabulary.
 Logits are made for answer positions only.
@@ -24,16 +24,17 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.caches import nothing_kept
 from monkeyjump.evaluation.jobs import Batch, Job
 from monkeyjump.tuner.block_list import repeat_rows
 from monkeyjump.tuner.call import Generation, belonging_to
 
 _FLOATS_AT_ONCE = 2**25  # logits converted to float32 in one piece: 128 MiB
-_STEPS_BETWEEN_LOOKS = 8  # steps of generation after which it is asked, once, whether every row has ended
 
 
 @dataclass
@@ -71,11 +72,14 @@ class AnswerReader:
         self.model = model
         self.pad_id = pad_id
         self.device = model.get_input_embeddings().weight.device
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.base = base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._accepts = set(inspect.signature(base.forward).parameters)
         self._head = base.get_output_embeddings()
         self._right: bool | None = None  # whether prompts may be padded on the right; found out with the first batch
         self._cache_takes_gaps = "position_ids" in self._accepts and _all_layers_grow(base.config)
+        adapters = getattr(model, "peft_config", {}).values()
+        virtual = any(getattr(config, "is_prompt_learning", False) for config in adapters)
+        self.takes_any_cache = self._cache_takes_gaps and not virtual  # else PEFT puts one of its own there
 
     def batch_tokens(self) -> int:
         """The padded tokens of a batch that keeps this device busy."""
@@ -111,10 +115,12 @@ class AnswerReader:
         with belonging_to(generation):
             if inputs.left:
                 positions = (mask.long().cumsum(1) - 1).clamp_min(0)
-                output = self._call(inputs.prompts, mask.long(), positions, None, keep=1)
+                output = self.call(inputs.prompts, mask.long(), positions, None, keep=1)
             else:
+                # Without any cache Transformers would look, and so wait, whether sequences are packed in a row.
+                empty = {} if cached or not self.takes_any_cache else {"past_key_values": nothing_kept()}
                 with self._head_reads(lengths - 1, mask.shape[1]):
-                    output = self.model(input_ids=inputs.prompts, use_cache=cached, return_dict=True)
+                    output = self.model(input_ids=inputs.prompts, use_cache=cached, return_dict=True, **empty)
         cache = getattr(output, "past_key_values", None)
         if cache is None and (cached or inputs.left):
             raise ConfigError(
@@ -135,28 +141,10 @@ class AnswerReader:
         whole = torch.cat([prefix.mask[owners], mask], 1).long()
         with belonging_to(prefix.generation):
             positions = prefix.lengths[owners].unsqueeze(1) + places
-            return self._call(ids, whole, positions, prefix.cache, keep=ids.shape[1]).logits
+            return self.call(ids, whole, positions, prefix.cache, keep=ids.shape[1]).logits
 
-    def greedy(self, batch: Batch, end_ids: set[int]) -> Tensor:
-        """The most likely next token, again and again, [B, steps]. What comes after a row's end token is noise."""
-        inputs = self.prepare(batch)
-        prefix, steps = self.read(inputs, cached=True), max(job.limit for job in batch.jobs)
-        width, mask = prefix.mask.shape[1], nn.functional.pad(prefix.mask.long(), (0, steps), value=1)
-        ends = torch.tensor(sorted(end_ids), device=self.device)
-        ended = torch.zeros(len(mask), dtype=torch.bool, device=self.device)
-        found, logits = [], prefix.logits
-        for step in range(steps):
-            found.append(logits[:, -1].argmax(-1))
-            ended |= torch.isin(found[-1], ends)
-            if step == steps - 1 or (step % _STEPS_BETWEEN_LOOKS == _STEPS_BETWEEN_LOOKS - 1 and bool(ended.all())):
-                break
-            positions = (prefix.lengths + step).unsqueeze(1)
-            with belonging_to(prefix.generation):
-                ids, seen = found[-1].unsqueeze(1), mask[:, : width + step + 1]
-                logits = self._call(ids, seen, positions, prefix.cache, keep=1).logits
-        return torch.stack(found, 1)
-
-    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int) -> Any:
+    def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int) -> Any:
+        """The model's output; logits for the last `keep` tokens where it can be told so."""
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
         if cache is not None:
             arguments["past_key_values"] = cache
@@ -192,20 +180,24 @@ class AnswerReader:
     def _inputs(self, jobs: Sequence[Job], left: bool) -> Inputs:
         prompts, lengths = padded([job.prompt for job in jobs], self.pad_id, left)
         answers, answer_lengths = padded([ids for job in jobs for ids in job.answers], 0, left=False)
-        owners = torch.tensor([row for row, job in enumerate(jobs) for _ in job.answers])
-        tensors = [prompts, lengths, torch.tensor([job.task_id for job in jobs]), answers, answer_lengths, owners]
-        if self.device.type == "cuda":  # a copy from pinned memory does not wait for the kernels before it
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        return Inputs(left, *(tensor.to(self.device, non_blocking=True) for tensor in tensors))
+        task_ids = np.array([job.task_id for job in jobs])
+        owners = np.repeat(np.arange(len(jobs)), [len(job.answers) for job in jobs])
+        parts = [prompts, lengths, task_ids, answers, answer_lengths, owners]
+        together = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
+        if self.device.type == "cuda":  # one copy, and from pinned memory it does not wait for the kernels before it
+            together = together.pin_memory()
+        tensors = together.to(self.device, non_blocking=True).split([part.size for part in parts])
+        return Inputs(left, *(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
 
 
-def padded(rows: Sequence[Sequence[int]], pad_id: int, left: bool) -> tuple[Tensor, Tensor]:
-    """Rows of ids as one tensor, and their lengths."""
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = _real_tokens(lengths, int(lengths.max()), left)
-    # A list of tokens takes torch nine times as long.
-    tokens = torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int64))
-    return torch.full(mask.shape, pad_id).masked_scatter_(mask, tokens), lengths
+def padded(rows: Sequence[Sequence[int]], pad_id: int, left: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Rows of ids as one array, and their lengths."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    places = np.arange(lengths.max())
+    real = places >= len(places) - lengths[:, None] if left else places < lengths[:, None]
+    ids = np.full(real.shape, pad_id)
+    ids[real] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
+    return ids, lengths
 
 
 def _real_tokens(lengths: Tensor, width: int, left: bool) -> Tensor:

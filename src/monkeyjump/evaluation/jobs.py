@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 Mode = Literal["letter", "text", "generate"]
 MODES: tuple[Mode, ...] = ("letter", "text", "generate")
 FREE_ANSWER_TOKENS = 64  # what a free answer may take
+_WAVE = 8  # full batches of a wave, once the device is busy
 _ROOM = 8  # tokens beyond the longest option: "The answer is B."
 _ALIKE = 0.8  # the shortest prompt of a large batch, as a part of the longest
+_GENERATED_ROWS = 256  # more would fill the memory with the cache, and tokens are not made faster
 _LOGIT_WEIGHT = 4  # an answer position holds a row of logits: it counts as this many plain tokens of a batch
 _CACHED_PER_TOKEN = 4  # every answer has its copy of the prompt's cache: as many cached tokens count as a plain one
 
@@ -85,17 +87,21 @@ def make_jobs(encoder: Encoder, examples: Sequence[Example], mode: Mode) -> list
     ]
 
 
-def waves(lists: Iterable[list[Job]], tokens: int) -> Iterator[list[Job]]:
-    """Join lists until they hold so many tokens of prompts."""
+def waves(lists: Iterable[list[Job]], batch_tokens: int) -> Iterator[list[Job]]:
+    """Join lists until they fill one batch, then two, four, and always eight.
+
+    Small waves let the device begin at once; of large ones less is padding, and there are few switches between sides.
+    """
     wave: list[Job] = []
-    held = 0
+    held, batches = 0, 1
     for jobs in lists:
         wave = wave + jobs
         held += sum(len(job.prompt) for job in jobs)
-        if held >= tokens:
+        if held >= batches * batch_tokens:
             yield wave
-            wave, held = [], 0
-    yield wave
+            wave, held, batches = [], 0, min(2 * batches, _WAVE)
+    if wave:
+        yield wave
 
 
 def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
@@ -108,13 +114,19 @@ def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
             cost = _cost(job.kind, len(batch.jobs) + 1, width, answers, longest)
             # A batch that is large enough ends before its prompts get much shorter.
             alike = len(job.prompt) >= _ALIKE * width or batch.cost < batch_tokens // 4
-            if cost <= batch_tokens and alike:
+            full = job.kind[0] and len(batch.jobs) >= _most_rows(width, batch_tokens)
+            if cost <= batch_tokens and alike and not full:
                 batch.jobs.append(job)
                 batch.cost = cost
                 continue
         width, longest, answers = len(job.prompt), job.longest, len(job.answers)
         batches.append(Batch([job], _cost(job.kind, 1, width, answers, longest)))
     return batches
+
+
+def _most_rows(width: int, batch_tokens: int) -> int:
+    """Rows of a batch that generates: a power of two, so that a recorded step serves many batches without idle rows."""
+    return min(_GENERATED_ROWS, 1 << max(0, (batch_tokens // width).bit_length() - 1))
 
 
 def _cost(kind: tuple[bool, int], rows: int, width: int, answers: int, longest: int) -> int:

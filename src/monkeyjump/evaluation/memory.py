@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from monkeyjump.evaluation.jobs import Job, Mode, make_jobs
-from monkeyjump.evaluation.score import Prediction, Scorer
+from monkeyjump.evaluation.score import Prediction, Scorer, Sides
 from monkeyjump.tasks import Example
 from monkeyjump.tasks.encode import Encoder
 
@@ -37,9 +35,7 @@ class Memory:
         self._encoded[key].append((examples, jobs, counts.dropped[task], counts.truncated[task]))
         return jobs
 
-    def score(
-        self, scorer: Scorer, lists: list[Future[list[Job]]], sides: Mapping[str, AbstractContextManager[Any]]
-    ) -> dict[str, dict[Job, Prediction]]:
+    def score(self, scorer: Scorer, lists: list[Future[list[Job]]], sides: Sides) -> dict[str, dict[Job, Prediction]]:
         """The same as `scorer.score`, without the base model where it has answered all of this before."""
         known = "base" in sides and all(job in self._base for jobs in lists for job in jobs.result())
         if known and scorer.progress is not None:

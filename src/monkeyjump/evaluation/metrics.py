@@ -67,13 +67,14 @@ def bootstrap(n: int, statistic: Callable[[npt.NDArray[np.int64]], float], seed:
     return np.array([statistic(rng.integers(0, n, n)) for _ in range(RESAMPLES)], dtype=np.float64)
 
 
-def resampled_mean(values: Sequence[float], seed: int = 0) -> Floats:
-    """Bootstrap replicates of a mean: those of `bootstrap`, many draws at a time."""
-    array, rng = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
-    n = len(array)
+def resampled_means(rows: Sequence[Sequence[float]], seed: int = 0) -> Floats:
+    """Bootstrap replicates [m, RESAMPLES] of the means of m rows of n values: those of `bootstrap`, with one draw."""
+    arrays, rng = [np.asarray(row, dtype=np.float64) for row in rows], np.random.default_rng(seed)
+    n = len(arrays[0])
     draws = max(1, _INDICES_AT_ONCE // n)
     sizes = [min(draws, RESAMPLES - start) for start in range(0, RESAMPLES, draws)]
-    return np.concatenate([array[rng.integers(0, n, (size, n))].mean(1) for size in sizes])
+    drawn = (rng.integers(0, n, (size, n)) for size in sizes)
+    return np.concatenate([[array[indices].mean(1) for array in arrays] for indices in drawn], 1)
 
 
 def resampled_spearman(x: Sequence[float], y: Sequence[float], seed: int = 0) -> Floats:

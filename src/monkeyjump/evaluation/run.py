@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import zlib
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +24,7 @@ from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
-from monkeyjump.evaluation.score import Prediction, Scorer
+from monkeyjump.evaluation.score import Prediction, Scorer, Sides
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
@@ -71,6 +73,23 @@ class EvaluationSettings:
         return self.answer_format or ("text" if self.mode == "text" else "letter")
 
 
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """Inside, Python's garbage collector looks at new objects only.
+
+    A look at all objects that torch and Transformers have made stops the launches for a quarter of a second.
+    """
+    if gc.get_freeze_count():  # somebody else has done so, and will end it
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_short_collections()
 def evaluate(
     model: nn.Module,
     tokenizer: Any,
@@ -190,10 +209,10 @@ def _natively_disabled(model: Any) -> Iterator[None]:
         model.enable_adapters()
 
 
-def _sides(model: nn.Module, compare_base: bool) -> dict[str, AbstractContextManager[Any]]:
+def _sides(model: nn.Module, compare_base: bool) -> Sides:
     if not has_adapter(model):
-        return {"base": nullcontext()}
-    return {**({"base": without_adapter(model)} if compare_base else {}), "adapter": nullcontext()}
+        return {"base": nullcontext}
+    return {**({"base": partial(without_adapter, model)} if compare_base else {}), "adapter": nullcontext}
 
 
 def _task_ids(model: nn.Module, tasks: list[Task], settings: EvaluationSettings) -> dict[str, int]:
@@ -270,23 +289,26 @@ def _answer_texts(example: Example, prediction: Prediction, same_options: bool) 
     return NO_ANSWER if prediction.value is None else f"{prediction.value:g}", names[example.label]
 
 
-def _replicates(metric: str, predictions: Sequence[Prediction], seed: int) -> metrics.Floats:
-    if not predictions:
-        return np.full(metrics.RESAMPLES, math.nan)
+def _replicates(metric: str, sides: Mapping[str, Sequence[Prediction]], seed: int) -> dict[str, metrics.Floats]:
+    """Both sides are resampled with the same draws, so that their difference is one of pairs."""
+    if not all(sides.values()):
+        return {side: np.full(metrics.RESAMPLES, math.nan) for side in sides}
     if metric != "spearman":
-        return metrics.resampled_mean([prediction.credit for prediction in predictions], seed)
-    predicted, gold = _numbers(predictions)
-    if len(set(predicted)) == 1:
-        return np.zeros(metrics.RESAMPLES)
-    return metrics.resampled_spearman(predicted, gold, seed)
+        credits = [[prediction.credit for prediction in predictions] for predictions in sides.values()]
+        return dict(zip(sides, metrics.resampled_means(credits, seed), strict=True))
+    pairs = {side: _numbers(predictions) for side, predictions in sides.items()}
+    return {
+        side: np.zeros(metrics.RESAMPLES)
+        if len(set(predicted)) == 1
+        else metrics.resampled_spearman(predicted, gold, seed)
+        for side, (predicted, gold) in pairs.items()
+    }
 
 
 def _row(
     task: Task, examples: Sequence[Example], sides: Mapping[str, list[Prediction]], settings: EvaluationSettings
 ) -> tuple[ReportRow, dict[str, metrics.Floats]]:
-    # Both sides are resampled with the same draws, so that their difference is one of pairs.
-    draw = settings.seed + zlib.crc32(task.name.encode())
-    replicates = {side: _replicates(task.metric, found, draw) for side, found in sides.items()}
+    replicates = _replicates(task.metric, sides, settings.seed + zlib.crc32(task.name.encode()))
     scores = {side: task_score(task.metric, found) for side, found in sides.items()}
     intervals = {
         side: metrics.percentile_interval(replicates[side])

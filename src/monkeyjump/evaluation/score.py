@@ -18,10 +18,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice, starmap, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ from torch import Tensor, nn
 
 from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.evaluation.answers import free_credit, match_option, number_in
+from monkeyjump.evaluation.decode import Decoder
 from monkeyjump.evaluation.forward import AnswerReader, evaluating
 from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs, waves
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.task import Example
 
-_WAVE = 8  # full batches of a wave: fewer would be padded more, more would leave the device waiting for the first
+Sides = Mapping[str, Callable[[], AbstractContextManager[Any]]]  # what is scored, and what switches the model to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def predict(
 ) -> list[Prediction]:
     """Predictions in the order of the examples; those the encoder drops as too long are left out (it counts them)."""
     jobs = make_jobs(encoder, examples, mode)
-    found = Scorer(model, encoder, normalize_length, batch_tokens).score([jobs], {"": nullcontext()})[""]
+    found = Scorer(model, encoder, normalize_length, batch_tokens).score([jobs], {"": nullcontext})[""]
     return [found[job] for job in jobs]
 
 
@@ -91,23 +93,24 @@ class Scorer:
         self.progress = progress
         self.end_ids = end_ids(model, encoder.tokenizer)
 
-    def score(
-        self, lists: Iterable[list[Job]], sides: Mapping[str, AbstractContextManager[Any]]
-    ) -> dict[str, dict[Job, Prediction]]:
-        """The predictions of every side. A side's context switches the model to it.
+    def score(self, lists: Iterable[list[Job]], sides: Sides) -> dict[str, dict[Job, Prediction]]:
+        """The predictions of every side.
 
-        Lists are asked for when the device has work in hand, so that they may be made beside it.
+        Lists may be made beside the device: while all sides run one wave of them, a thread puts the next into batches
+        and another reads results.
         """
-        allowed, ran = self.batch_tokens, {}
-        parts: Iterable[list[Batch]]
-        parts = (make_batches(jobs, self.batch_tokens) for jobs in waves(lists, _WAVE * self.batch_tokens))
-        with evaluating(self.reader.model):
-            for side, switched in sides.items():
-                if self.progress is not None:
-                    self.progress.set_description(side, refresh=False)
-                with switched:
-                    ran[side] = [self.run(batches) for batches in parts]
-                parts = [batches for batches, _ in ran[side]]
+        allowed, found = self.batch_tokens, {side: list[Future[list[tuple[Job, Prediction]]]]() for side in sides}
+        parts = (make_batches(jobs, self.batch_tokens) for jobs in waves(lists, self.batch_tokens))
+        with evaluating(self.reader.model), ThreadPoolExecutor(2) as pool:
+            coming = pool.submit(next, parts, None)
+            while (batches := coming.result()) is not None:
+                coming = pool.submit(next, parts, None)
+                for side, switched in sides.items():
+                    if self.progress is not None:
+                        self.progress.set_description(side, refresh=False)
+                    with switched():
+                        batches, outputs = self.run(batches)
+                    found[side].append(pool.submit(self._predictions, batches, _fetched(outputs)))
         if self.batch_tokens < allowed:
             warnings.warn(
                 f"batches of {allowed:,} tokens did not fit in memory and were made smaller: "
@@ -115,8 +118,7 @@ class Scorer:
                 MonkeyJumpWarning,
                 stacklevel=2,
             )
-        # The first look at results: until here nothing has waited for the device.
-        return {side: dict(chain.from_iterable(starmap(self._predictions, done))) for side, done in ran.items()}
+        return {side: dict(chain.from_iterable(part.result() for part in parts)) for side, parts in found.items()}
 
     def run(self, batches: Sequence[Batch]) -> tuple[list[Batch], list[Tensor]]:
         """Start all batches without waiting; return those that ran and what they will hold.
@@ -124,9 +126,10 @@ class Scorer:
         Where memory runs out, the batch and all that follow are made again with half as many tokens.
         """
         waiting, done, outputs = deque(batches), [], []
+        decoder = Decoder(self.reader, self.end_ids) if any(b.jobs[0].mode == "generate" for b in batches) else None
         while waiting:
             batch = waiting.popleft()
-            output = self._output(batch)
+            output = self._output(batch, decoder)
             if output is None:
                 self.batch_tokens = min(self.batch_tokens, batch.cost) // 2
                 remaining = [job for part in (batch, *waiting) for job in part.jobs]
@@ -138,18 +141,19 @@ class Scorer:
                 self.progress.update(len(batch.jobs))
         return done, outputs
 
-    def _output(self, batch: Batch) -> Tensor | None:
+    def _output(self, batch: Batch, decoder: Decoder | None) -> Tensor | None:
         """Log-probabilities or generated ids on the device; None where its memory is too small for the batch."""
         try:
-            if batch.jobs[0].mode == "generate":
-                return self.reader.greedy(batch, self.end_ids)
+            if decoder is not None and batch.jobs[0].mode == "generate":
+                return decoder.answers(batch)
             return self.reader.answer_logprobs(batch)
         except torch.OutOfMemoryError:
             if len(batch.jobs) == 1:
                 raise
         return None
 
-    def _predictions(self, batches: list[Batch], outputs: list[Tensor]) -> Iterator[tuple[Job, Prediction]]:
+    def _predictions(self, batches: list[Batch], outputs: Iterator[Tensor]) -> list[tuple[Job, Prediction]]:
+        found = []
         for batch, output in zip(batches, outputs, strict=True):
             values = iter(output.tolist())
             for job in batch.jobs:
@@ -157,18 +161,36 @@ class Scorer:
                     # A row may not profit from a neighbour with longer options: cut at its own limit.
                     ids = list(takewhile(lambda token: token not in self.end_ids, next(values)[: job.limit]))
                     text = self.encoder.tokenizer.decode(ids, skip_special_tokens=True)
-                    yield job, _judged(job, text, self.encoder)
+                    found.append((job, _judged(job, text, self.encoder)))
                 else:
                     logprobs = list(islice(values, len(job.answers)))
-                    yield job, _likeliest(job, logprobs, self.normalize_length and job.mode == "text")
+                    found.append((job, _likeliest(job, logprobs, self.normalize_length and job.mode == "text")))
+        return found
+
+
+def _fetched(outputs: list[Tensor]) -> Iterator[Tensor]:
+    """Outputs on the host. Copies are started here; who reads the first waits for them, and for no later work."""
+    copies = [output.to("cpu", non_blocking=True) for output in outputs]
+    copied = torch.cuda.Event() if outputs and outputs[0].is_cuda else None
+    if copied is not None:
+        copied.record()
+
+    def read() -> Iterator[Tensor]:
+        if copied is not None:
+            copied.synchronize()
+        yield from copies
+
+    return read()
 
 
 def _likeliest(job: Job, logprobs: list[float], per_token: bool) -> Prediction:
-    lengths = [len(ids) if per_token else 1 for ids in job.answers]
-    scores = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
-    numbers = [index for index, score in enumerate(scores) if not math.isnan(score)]
+    scores, example = logprobs, job.example
+    if per_token:
+        scores = [logprob / len(ids) for logprob, ids in zip(logprobs, job.answers, strict=True)]
+    numbers: Sequence[int] = range(len(scores))
+    if math.isnan(sum(scores)):
+        numbers = [index for index in numbers if not math.isnan(scores[index])]
     best = max(numbers, key=scores.__getitem__, default=-1)  # a model that has diverged answers nothing
-    example = job.example
     return Prediction(
         index=job.index,
         predicted=best,
