@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.caches import nothing_kept
 from monkeyjump.evaluation.jobs import Batch, Job
+from monkeyjump.tasks.pictures import Pictures
 from monkeyjump.tuner.block_list import repeat_rows
 from monkeyjump.tuner.call import Generation, belonging_to
 
@@ -48,6 +49,7 @@ class Inputs:
     answers: Tensor  # [R, L], those of the first prompt, then those of the second, ...
     answer_lengths: Tensor  # [R]
     owners: Tensor  # [R], the prompt of each answer
+    shown: dict[str, Tensor] = field(default_factory=dict)  # what the model takes of pictures and clips
 
     def mask(self) -> Tensor:
         """[B, P] True on real tokens."""
@@ -68,14 +70,19 @@ class Prefix:
 class AnswerReader:
     """A model as evaluation uses it: the plain one, or one with adapters of any kind."""
 
-    def __init__(self, model: Any, pad_id: int) -> None:
+    def __init__(self, model: Any, pad_id: int, pictures: Pictures | None = None) -> None:
         self.model = model
         self.pad_id = pad_id
+        self.pictures = pictures
         self.device = model.get_input_embeddings().weight.device
         self.base = base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._accepts = set(inspect.signature(base.forward).parameters)
         self._head = base.get_output_embeddings()
         self._right: bool | None = None  # whether prompts may be padded on the right; found out with the first batch
+        # Models whose positions depend on the pictures compute them, and keep a shift for each row of the cache.
+        self._shifted = [module for module in base.modules() if hasattr(module, "rope_deltas")]
+        if self._shifted:
+            self._accepts.discard("position_ids")
         self._cache_takes_gaps = "position_ids" in self._accepts and _all_layers_grow(base.config)
         adapters = getattr(model, "peft_config", {}).values()
         virtual = any(getattr(config, "is_prompt_learning", False) for config in adapters)
@@ -115,12 +122,13 @@ class AnswerReader:
         with belonging_to(generation):
             if inputs.left:
                 positions = (mask.long().cumsum(1) - 1).clamp_min(0)
-                output = self.call(inputs.prompts, mask.long(), positions, None, keep=1)
+                output = self.call(inputs.prompts, mask.long(), positions, None, keep=1, **inputs.shown)
             else:
                 # Without any cache Transformers would look, and so wait, whether sequences are packed in a row.
                 empty = {} if cached or not self.takes_any_cache else {"past_key_values": nothing_kept()}
+                given = {"input_ids": inputs.prompts, **inputs.shown, **empty}
                 with self._head_reads(lengths - 1, mask.shape[1]):
-                    output = self.model(input_ids=inputs.prompts, use_cache=cached, return_dict=True, **empty)
+                    output = self.model(**given, use_cache=cached, return_dict=True)
         cache = getattr(output, "past_key_values", None)
         if cache is None and (cached or inputs.left):
             raise ConfigError(
@@ -134,6 +142,9 @@ class AnswerReader:
         """Logits [R, L - 1, V] after each token of the answers but the last. Uses the prefix up."""
         ids, owners = inputs.answers[:, :-1], inputs.owners
         repeat_rows(prefix.cache, owners)
+        for module in self._shifted:
+            if module.rope_deltas is not None:
+                module.rope_deltas = module.rope_deltas[owners]
         prefix.generation.task_ids = inputs.task_ids[owners]
         places = torch.arange(ids.shape[1], device=self.device)
         # A one-token answer needs no more than the prompt; beside longer ones it runs as a row that adds nothing.
@@ -143,9 +154,9 @@ class AnswerReader:
             positions = prefix.lengths[owners].unsqueeze(1) + places
             return self.call(ids, whole, positions, prefix.cache, keep=ids.shape[1]).logits
 
-    def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int) -> Any:
+    def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: int, **shown: Tensor) -> Any:
         """The model's output; logits for the last `keep` tokens where it can be told so."""
-        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True, **shown}
         if cache is not None:
             arguments["past_key_values"] = cache
         if "position_ids" in self._accepts:
@@ -187,7 +198,12 @@ class AnswerReader:
         if self.device.type == "cuda":  # one copy, and from pinned memory it does not wait for the kernels before it
             together = together.pin_memory()
         tensors = together.to(self.device, non_blocking=True).split([part.size for part in parts])
-        return Inputs(left, *(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
+        inputs = Inputs(left, *(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
+        if self.pictures is not None:
+            found = self.pictures.tensors([job.example.media for job in jobs])
+            inputs.shown = {name: tensor.to(self.device, non_blocking=True) for name, tensor in found.items()}
+            inputs.shown |= self.pictures.kinds(inputs.prompts)
+        return inputs
 
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int, left: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

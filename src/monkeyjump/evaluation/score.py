@@ -86,7 +86,7 @@ class Scorer:
         progress: Any = None,
     ) -> None:
         """`batch_tokens`: padded tokens of one forward; None: by device. `progress`: a tqdm bar."""
-        self.reader = AnswerReader(model, encoder.tokenizer.pad_token_id or 0)
+        self.reader = AnswerReader(model, encoder.tokenizer.pad_token_id or 0, encoder.pictures)
         self.encoder = encoder
         self.normalize_length = normalize_length
         self.batch_tokens = batch_tokens or self.reader.batch_tokens()
