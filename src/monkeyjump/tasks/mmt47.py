@@ -24,8 +24,8 @@ _SPLITS: dict[str, tuple[Modality, str]] = {  # how names of test splits begin: 
 }
 _METRICS: dict[str, Metric] = {"chartqa": "relaxed_accuracy", "stsb": "spearman"}
 _UNPACK = (
-    "cd {0}/images && unzip -n '*.zip' && hf download Srikant86/MVTamperBench --repo-type dataset --include 'video/*' "
-    "--local-dir {0}/videos && cd {0}/videos/video && unzip -n '*.zip'"
+    "(cd {0}/images && unzip -n '*.zip'); hf download Srikant86/MVTamperBench --repo-type dataset --include 'video/*' "
+    "--local-dir {0}/videos; (cd {0}/videos/video && unzip -n '*.zip')"
 )
 
 

@@ -24,16 +24,12 @@ _FOLDERS = {  # of the clips, as the benchmark's own loader has them
     "clevrer/video_validation": "object_existence moving_direction moving_count moving_attribute "
     "counterfactual_inference",
     "perception/videos": "object_shuffle action_count state_change character_order",
-    **{
-        "ssv2_video": "action_antonym",
-        "Moments_in_Time_Raw/videos": "fine_grained_action",
-        "vlnqa": "egocentric_navigation",
-    },
-    **{
-        "FunQA_test/test": "unexpected_action",
-        "sta/sta_video": "action_localization",
-        "scene_qa/video": "scene_transition",
-    },
+    "ssv2_video": "action_antonym",
+    "Moments_in_Time_Raw/videos": "fine_grained_action",
+    "FunQA_test/test": "unexpected_action",
+    "sta/sta_video": "action_localization",
+    "scene_qa/video": "scene_transition",
+    "vlnqa": "egocentric_navigation",
     "tvqa/frames_fps3": "episodic_reasoning",
 }
 
