@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from monkeyjump.evaluation.answers import number_in
 from monkeyjump.evaluation.score import Prediction, predict
 from monkeyjump.tasks import Example
 from monkeyjump.tasks.encode import Encoder
@@ -196,3 +197,11 @@ def test_too_long_is_left_out_and_counted(model, tokenizer, examples):
     assert [p.index for p in predictions] == [0, 1, 2]
     assert encoder.counts.dropped["toy"] == 1
     assert encoder.counts.truncated["toy"] == 1
+
+
+def test_a_free_answer_may_be_a_number(tokenizer):
+    """Its rank counts, and the first number of whatever was generated is it."""
+    item = Example("How similar?", free_answer="2.5", score=2.5, task="toy", metric="spearman")
+    [prediction] = predict(make_model(), Encoder(tokenizer, TASK_IDS), [item], "generate")
+    assert prediction.gold_value == 2.5
+    assert prediction.value == number_in(prediction.text or "")

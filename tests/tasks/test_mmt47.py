@@ -48,7 +48,7 @@ def test_rows_bring_their_kind(tmp_path: Path) -> None:
     assert task.example(row("text", None), folder=tmp_path).media == ()
     for kind in ("image", "video"):
         assert task.example(row(kind, "a.png"), folder=tmp_path).media == (Media(kind, str(tmp_path / "a.png")),)
-    with pytest.raises(ConfigError, match="row 4: source_type 'audio' is none of text, image, video"):
+    with pytest.raises(ConfigError, match="row 4: label 'audio' is not one of 'text', 'image', 'video'"):
         task.example(row("audio", "a.png"), 4, tmp_path)
     with pytest.raises(ConfigError, match="there is no image in 'media_path'"):
         task.example(row("image", None), folder=tmp_path)

@@ -61,11 +61,11 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
             name, source.config, split=source.splits[split], revision=revision, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError) as error:  # datasets raises any of these for what is not there
-        network = "" if hub_reachable() else f" The hub cannot be used: {why_unreachable()}."
+        network = "" if copy or hub_reachable() else f" The hub cannot be used: {why_unreachable()}."
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"task {task.name!r}: {source.id!r} did not load from the hub ({reason}).{network} "
-            f"Go online once, or pass {folder}.",
+            f"task {task.name!r}: {source.id!r} did not load from {copy or 'the hub'} ({reason}).{network} "
+            f"{'Download it again' if copy else 'Go online once'}, or pass {folder}.",
             title="data not available",
         ) from error
     rows = _undecoded(rows) if task.media else rows

@@ -8,7 +8,7 @@ hub's. Where a dataset has one labelled split (OK-VQA, VizWiz, SEED-Bench, KITTI
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -46,8 +46,8 @@ scissors, scorpion, sea horse, snoopy, soccer ball, stapler, starfish, stegosaur
 tick, trilobite, umbrella, watch, water lilly, wheelchair, wild cat, windsor chair, wrench, yin yang"""
 _EUROSAT = """annual crop, forest, herbaceous vegetation, highway, industrial, pasture, permanent crop, residential,
 river, sea lake"""
-_RETINOPATHY = ("none", "mild", "moderate", "severe", "proliferative")
-_KITTI = ("less than 8 meters", "8 to 20 meters", "more than 20 meters", "no vehicle")
+_RETINOPATHY = "none, mild, moderate, severe, proliferative"
+_KITTI = "less than 8 meters, 8 to 20 meters, more than 20 meters, no vehicle"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -62,9 +62,10 @@ def _classes(question: str, options: tuple[str, ...]) -> Callable[[Row], Example
     known = {_letters(option): index for index, option in enumerate(options)}
 
     def render(row: Row) -> Example:
-        label = known.get(_letters(row["label"]), as_position(row["label"], len(options)))
+        value = _vehicle(row["label"]) if isinstance(row["label"], list | tuple) else row["label"]
+        label = known.get(_letters(value), as_position(value, len(options)))
         if label is None:
-            raise BadLabelError(f"label {row['label']!r} is neither a class nor a number below {len(options)}")
+            raise BadLabelError(f"label {value!r} is neither a class nor a number below {len(options)}")
         return Example(question=question, options=options, label=label)
 
     return render
@@ -74,37 +75,32 @@ def _letters(name: Any) -> str:
     return re.sub(r"[^a-z0-9]", "", str(name).lower())
 
 
-def render_kitti(row: Row) -> Example:
-    """VTAB's distance to the closest car, van or truck, from the objects of the row; z points away from the camera."""
-    question = "How far away is the closest vehicle?"
-    if not isinstance(row["label"], list | tuple):
-        return _classes(question, _KITTI)(row)
-    ahead = [float(thing["location"][2]) for thing in row["label"] if thing["type"] in ("Car", "Van", "Truck")]
-    label = sum(min(ahead) > limit for limit in (8, 20)) if ahead else 3
-    return Example(question=question, options=_KITTI, label=label)
+def _vehicle(things: Sequence[Row]) -> int:
+    """KITTI: VTAB's class for the distance to the closest car, van or truck; z points away from the camera."""
+    ahead = [float(thing["location"][2]) for thing in things if thing["type"] in ("Car", "Van", "Truck")]
+    return sum(min(ahead) > limit for limit in (8, 20)) if ahead else 3
 
 
 # -- questions about pictures -------------------------------------------------------------------
 
-
-def _first(row: Row, columns: str) -> Any:
-    """The first of several columns that a row has; copies of a dataset often rename one."""
-    return next(row[column] for column in columns.split("|") if column in row)
+Asked = tuple[Callable[[Row], Example], str]  # a renderer, and the columns that it reads
 
 
-def _free(question: str, answer: str, hint: str = _SHORT) -> Callable[[Row], Example]:
-    """One right answer, in a cell or in a list of one."""
+def _free(question: str, answer: str, hint: str = _SHORT) -> Asked:
+    """One right answer, in a cell or in a list of one. Copies of a dataset often rename a column: "a|b" is either."""
+
+    def cell(row: Row, columns: str) -> str:
+        value = next((row[column] for column in columns.split("|") if column in row), "")
+        return str(value[0] if isinstance(value, list | tuple) and value else value).strip()
 
     def render(row: Row) -> Example:
-        value = _first(row, answer)
-        value = value[0] if isinstance(value, list | tuple) and value else value
-        text = str(_first(row, question)).strip() if question else ""
-        return Example(question="\n".join(filter(None, (text, hint))), free_answer=str(value).strip())
+        text = "\n".join(filter(None, (cell(row, question), hint)))
+        return Example(question=text, free_answer=cell(row, answer))
 
-    return render
+    return render, f"{question} {answer}"
 
 
-def _voted(hint: str = _SHORT) -> Callable[[Row], Example]:
+def _voted(hint: str = _SHORT) -> Asked:
     """The answers of several people, usually ten."""
 
     def render(row: Row) -> Example:
@@ -115,170 +111,101 @@ def _voted(hint: str = _SHORT) -> Callable[[Row], Example]:
         question = f"{str(row['question']).strip()}\n{hint}"
         return Example(question=question, free_answer=most_frequent(answers), answers=answers)
 
-    return render
+    return render, "question answers"
 
 
-def render_scienceqa(row: Row) -> Example:
+def _scienceqa(row: Row) -> Example:
     options = tuple(map(str, listed(row["choices"], "choices")))
-    label = pick(row["answer"], range(len(options)))
-    return Example(
-        question=str(row["question"]).strip(), options=options, label=label, context=str(row.get("hint") or "").strip()
-    )
+    label, hint = pick(row["answer"], range(len(options))), str(row.get("hint") or "").strip()
+    return Example(question=str(row["question"]).strip(), options=options, label=label, context=hint)
 
 
-def render_seed_bench(row: Row) -> Example:
+def _seed_bench(row: Row) -> Example:
     options = tuple(str(row[f"choice_{letter}"]).strip() for letter in "abcd")
     return Example(question=str(row["question"]).strip(), options=options, label=pick(row["answer"], LETTERS[:4]))
 
 
 # -- the rows -----------------------------------------------------------------------------------
 
-_OFFICIAL_TEST = {"train": "train", "test": "test"}
+
+def _hub(name: str, train: str = "train", test: str = "test", **more: Any) -> HubSource:
+    """ "owner/name configuration", and the splits; one split for both is parted by `held_out`."""
+    id, _, config = name.partition(" ")
+    return HubSource(id, config or None, splits={"train": train, "test": test}, **more)
 
 
-def _one_split(name: str) -> dict[str, str]:
-    return {"train": name, "test": name}
-
-
-def _classification(
-    name: str, hub: HubSource, question: str, options: tuple[str, ...], description: str, render: Any = None
-) -> Task:
-    render = render or _classes(question, options)
+def _class(name: str, hub: HubSource, question: str, classes: str, description: str) -> Task:
+    options = _names(classes)
+    render = _classes(question, options)
     return Task(name, "image_classes", render, ("label",), hub, options, "accuracy", "image", description, ("image",))
 
 
-def _question(
-    name: str, hub: HubSource, render: Any, fields: str, description: str, metric: Metric = "accuracy"
-) -> Task:
+def _ask(name: str, hub: HubSource, asked: Asked, description: str, metric: Metric = "accuracy") -> Task:
+    render, fields = asked
     return Task(name, "vision_qa", render, tuple(fields.split()), hub, None, metric, "image", description, ("image",))
 
 
+_TISSUE = "Is the lymph node tissue in this image normal, or does it contain tumor?"
+_RETINA = "How severe is the diabetic retinopathy in this image of a retina?"
+_WORD = "What is the text in the image? Answer with the text alone."
+_BLIND = f"When the provided information is insufficient, respond with 'Unanswerable'.\n{_SHORT}"
+_BY_QUESTION = itemgetter("question_id")
+_SEED = "question choice_a choice_b choice_c choice_d answer"
+_OKVQA = _hub("lmms-lab/OK-VQA", "val2014", "val2014", held_out=1 / 6, group=_BY_QUESTION)  # a sixth: the paper's 841
+_VIZWIZ = _hub("lmms-lab/VizWiz-VQA", "val", "val", held_out=1 / 10, group=_BY_QUESTION)
+_SEED_BENCH = _hub("lmms-lab/SEED-Bench", "test", "test", held_out=1 / 6, group=itemgetter("data_id"))
+# a revision that still lists the training split
+_SCIENCEQA = _hub("lmms-lab/ScienceQA ScienceQA-IMG", revision="7d5be0f9a868f835ee26f74cba3baa743c1be07d")
+# the paper does not say which words; IIIT-5K is the classic set
+_WORDS = _hub("MiXaiLL76/IIIT5K_OCR")
+
 IMAGE14: tuple[Task, ...] = (
-    _classification(
-        "camelyon",
-        HubSource("1aurent/PatchCamelyon", splits=_OFFICIAL_TEST),
-        "Is the lymph node tissue in this image normal, or does it contain tumor?",
-        ("normal", "tumor"),
-        "tumor in patches of lymph nodes",
-    ),
-    _classification(
+    _class("camelyon", _hub("1aurent/PatchCamelyon"), _TISSUE, "normal, tumor", "tumor in patches of lymph nodes"),
+    _class(
         "svhn",
-        HubSource("ufldl-stanford/svhn", "cropped_digits", splits=_OFFICIAL_TEST),
+        _hub("ufldl-stanford/svhn cropped_digits"),
         "Which digit is in the center of the image?",
-        tuple("0123456789"),
+        "0,1,2,3,4,5,6,7,8,9",
         "house numbers, digit by digit",
     ),
-    _classification(
-        "pets",
-        HubSource("timm/oxford-iiit-pet", splits=_OFFICIAL_TEST),
-        "Which breed is the cat or dog in this image?",
-        _names(_PETS),
-        "37 breeds of cats and dogs",
-    ),
-    _classification(
+    _class("pets", _hub("timm/oxford-iiit-pet"), "Which breed is the cat or dog in this image?", _PETS, "37 breeds"),
+    _class(
         "flowers102",
-        HubSource("dpdl-benchmark/oxford_flowers102", splits=_OFFICIAL_TEST),
+        _hub("dpdl-benchmark/oxford_flowers102"),
         "Which flower is in this image?",
-        _names(_FLOWERS),
-        "102 kinds of flowers",
+        _FLOWERS,
+        "102 flowers",
     ),
-    _classification(
-        "eurosat",
-        HubSource("timm/eurosat-rgb", splits=_OFFICIAL_TEST),
-        "What does this satellite image show?",
-        _names(_EUROSAT),
-        "land use in satellite images",
+    _class(
+        "eurosat", _hub("timm/eurosat-rgb"), "What does this satellite image show?", _EUROSAT, "land use from above"
     ),
-    _classification(
-        "caltech101",
-        HubSource("dpdl-benchmark/caltech101", splits=_OFFICIAL_TEST),
-        "What is in this image?",
-        _names(_CALTECH),
-        "101 kinds of objects, and background",
-    ),
-    _question(
+    _class("caltech101", _hub("dpdl-benchmark/caltech101"), "What is in this image?", _CALTECH, "101 kinds of objects"),
+    _ask(
         "chartqa",
-        HubSource("HuggingFaceM4/ChartQA", splits=_OFFICIAL_TEST),
+        _hub("HuggingFaceM4/ChartQA"),
         _free("query|question", "label|answer"),
-        "query|question label|answer",
         "questions about charts",
         "relaxed_accuracy",
     ),
-    _question(  # the paper's 841 test questions are a sixth of the split
-        "okvqa",
-        HubSource("lmms-lab/OK-VQA", splits=_one_split("val2014"), held_out=1 / 6, group=itemgetter("question_id")),
-        _voted(),
-        "question answers",
-        "questions that need outside knowledge",
-        "vqa_accuracy",
-    ),
-    _question(  # a revision that still lists the training split
-        "scienceqa",
-        HubSource(
-            "lmms-lab/ScienceQA",
-            "ScienceQA-IMG",
-            "7d5be0f9a868f835ee26f74cba3baa743c1be07d",
-            _OFFICIAL_TEST,
-        ),
-        render_scienceqa,
-        "question choices answer",
-        "school science with a picture",
-    ),
-    _question(
-        "seed_bench",
-        HubSource("lmms-lab/SEED-Bench", splits=_one_split("test"), held_out=1 / 6, group=itemgetter("data_id")),
-        render_seed_bench,
-        "question choice_a choice_b choice_c choice_d answer",
-        "what is where in pictures",
-    ),
-    _question(  # the paper does not say which words; IIIT-5K is the classic set
-        "text_recognition",
-        HubSource("MiXaiLL76/IIIT5K_OCR", splits=_OFFICIAL_TEST),
-        _free("", "text|label", "What is the text in the image? Answer with the text alone."),
-        "text|label",
-        "a cropped word to be read",
-        "exact_match",
-    ),
-    _question(
+    _ask("okvqa", _OKVQA, _voted(), "questions that need outside knowledge", "vqa_accuracy"),
+    _ask("scienceqa", _SCIENCEQA, (_scienceqa, "question choices answer"), "school science with a picture"),
+    _ask("seed_bench", _SEED_BENCH, (_seed_bench, _SEED), "what is where in pictures"),
+    _ask("text_recognition", _WORDS, _free("", "text|label", _WORD), "a cropped word to be read", "exact_match"),
+    _ask(
         "textvqa",
-        HubSource("lmms-lab/textvqa"),
+        _hub("lmms-lab/textvqa", test="validation"),
         _voted(),
-        "question answers",
         "questions about text in pictures",
         "vqa_accuracy",
     ),
-    _question(
-        "vizwiz_vqa",
-        HubSource("lmms-lab/VizWiz-VQA", splits=_one_split("val"), held_out=1 / 10, group=itemgetter("question_id")),
-        _voted(f"When the provided information is insufficient, respond with 'Unanswerable'.\n{_SHORT}"),
-        "question answers",
-        "photos and questions of blind people",
-        "vqa_accuracy",
-    ),
-    _question(
-        "vqa_rad",
-        HubSource("flaviagiammarino/vqa-rad", splits=_OFFICIAL_TEST),
-        _free("question", "answer"),
-        "question answer",
-        "questions about radiology images",
-        "exact_match",
+    _ask("vizwiz_vqa", _VIZWIZ, _voted(_BLIND), "photos and questions of blind people", "vqa_accuracy"),
+    _ask(
+        "vqa_rad", _hub("flaviagiammarino/vqa-rad"), _free("question", "answer"), "radiology questions", "exact_match"
     ),
 )
+_CARS = _hub("nateraw/kitti", "train", "train", held_out=1 / 10)
 IMAGE_TASKS: tuple[Task, ...] = (
     *IMAGE14,
-    _classification(
-        "retinopathy",
-        HubSource("CDHAI/EyePACS", splits=_OFFICIAL_TEST),
-        "How severe is the diabetic retinopathy in this image of a retina?",
-        _RETINOPATHY,
-        "severity of diabetic retinopathy",
-    ),
-    _classification(
-        "kitti_distance",
-        HubSource("nateraw/kitti", splits=_one_split("train"), held_out=1 / 10),
-        "",
-        _KITTI,
-        "distance to the closest vehicle",
-        render_kitti,
-    ),
+    _class("retinopathy", _hub("CDHAI/EyePACS"), _RETINA, _RETINOPATHY, "severity of diabetic retinopathy"),
+    _class("kitti_distance", _CARS, "How far away is the closest vehicle?", _KITTI, "distance to the closest vehicle"),
 )

@@ -6,10 +6,10 @@ itself. Questions come with their options written out and answers are short text
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import replace
 
-from monkeyjump.tasks.cells import BadLabelError, Row, missing, number
-from monkeyjump.tasks.task import Example, HubSource, Metric, Modality, Split, Task
+from monkeyjump.tasks.cells import BadLabelError, Row, missing, number, pick
+from monkeyjump.tasks.task import MODALITIES, Example, HubSource, Metric, Modality, Split, Task
 from monkeyjump.tasks.video import VIDEO_TASKS
 
 _SPLITS: dict[str, tuple[Modality, str]] = {  # how names of test splits begin: what they hold, and their tasks
@@ -24,48 +24,42 @@ _SPLITS: dict[str, tuple[Modality, str]] = {  # how names of test splits begin: 
 }
 _METRICS: dict[str, Metric] = {"chartqa": "relaxed_accuracy", "stsb": "spearman"}
 _UNPACK = (
-    "cd {0}/images && unzip -n '*.zip' && hf download Srikant86/MVTamperBench --repo-type dataset --include 'video/*' "
-    "--local-dir {0}/videos && cd {0}/videos/video && unzip -n '*.zip'"
+    "(cd {0}/images && unzip -n '*.zip'); hf download Srikant86/MVTamperBench --repo-type dataset --include 'video/*' "
+    "--local-dir {0}/videos; (cd {0}/videos/video && unzip -n '*.zip')"
 )
 
 
 def _kind(row: Row) -> Modality:
-    kind = str(row["source_type"]).strip()
-    if kind not in ("text", "image", "video"):
-        raise BadLabelError(f"source_type {kind!r} is none of text, image, video")
-    return cast(Modality, kind)
+    return MODALITIES[pick(row["source_type"], MODALITIES)]
 
 
-def render_question(row: Row) -> Example:
+def _question(row: Row) -> Example:
     if missing(row["answer"]):
         raise BadLabelError("the answer is empty")
     return Example(question=str(row["question"]).strip(), free_answer=str(row["answer"]).strip())
 
 
-def render_similarity(row: Row) -> Example:
+def _similarity(row: Row) -> Example:
     """STS-B: the answer is a number, which is compared by rank."""
     score = number(row["answer"])
     if score is None:
         raise BadLabelError(f"answer {row['answer']!r} is no number")
-    return Example(question=str(row["question"]).strip(), free_answer=str(row["answer"]).strip(), score=score)
+    return replace(_question(row), score=score)
 
 
 def _task(name: str, split: str, modality: Modality, absent: tuple[Split, ...], family: str) -> Task:
-    metric = _METRICS.get(name, "exact_match")
+    media = () if modality == "text" else ("media_path",)
+    splits = {"train" if absent == ("test",) else "test": split}
     return Task(
         name=f"mmt47_{name}",
         family=family,
-        render=render_similarity if metric == "spearman" else render_question,
+        render=_similarity if name == "stsb" else _question,
         fields=("source_type", "question", "answer"),
-        source=HubSource(
-            "Kowsher/MMT-47",
-            splits={"train" if absent == ("test",) else "test": split},
-            unpack="" if modality == "text" else _UNPACK,
-        ),
-        metric=metric,
+        source=HubSource("Kowsher/MMT-47", splits=splits, unpack=_UNPACK if media else ""),
+        metric=_METRICS.get(name, "exact_match"),
         modality=modality,
         description=f"split {split} of MMT-47",
-        media=() if modality == "text" else ("media_path",),
+        media=media,
         kind=_kind,
         absent=absent,
     )

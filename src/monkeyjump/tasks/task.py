@@ -18,7 +18,7 @@ Modality = Literal["text", "image", "video"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 ANSWER_FORMATS: tuple[AnswerFormat, ...] = ("letter", "text")
-METRICS: tuple[Metric, ...] = get_args(Metric)
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 

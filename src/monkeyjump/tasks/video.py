@@ -14,32 +14,23 @@ from monkeyjump.tasks.task import Example, HubSource, Task
 
 TAMPERINGS = ("original", "masking", "repetition", "substitution", "dropping", "rotate")
 _FAMILIES = {
-    # kind: the folder of its clips, as the benchmark's own loader has it
-    "video_action": {
-        "action_sequence": "star/Charades_v1_480",
-        "action_prediction": "star/Charades_v1_480",
-        "action_antonym": "ssv2_video",
-        "fine_grained_action": "Moments_in_Time_Raw/videos",
-        "unexpected_action": "FunQA_test/test",
-        "object_existence": "clevrer/video_validation",
-        "object_interaction": "star/Charades_v1_480",
-        "object_shuffle": "perception/videos",
-    },
-    "video_motion": {
-        "moving_direction": "clevrer/video_validation",
-        "action_localization": "sta/sta_video",
-        "scene_transition": "scene_qa/video",
-        "action_count": "perception/videos",
-        "moving_count": "clevrer/video_validation",
-        "moving_attribute": "clevrer/video_validation",
-    },
-    "video_reasoning": {
-        "state_change": "perception/videos",
-        "character_order": "perception/videos",
-        "egocentric_navigation": "vlnqa",
-        "episodic_reasoning": "tvqa/frames_fps3",
-        "counterfactual_inference": "clevrer/video_validation",
-    },
+    "video_action": "action_sequence action_prediction action_antonym fine_grained_action unexpected_action "
+    "object_existence object_interaction object_shuffle",
+    "video_motion": "moving_direction action_localization scene_transition action_count moving_count moving_attribute",
+    "video_reasoning": "state_change character_order egocentric_navigation episodic_reasoning counterfactual_inference",
+}
+_FOLDERS = {  # of the clips, as the benchmark's own loader has them
+    "star/Charades_v1_480": "action_sequence action_prediction object_interaction",
+    "clevrer/video_validation": "object_existence moving_direction moving_count moving_attribute "
+    "counterfactual_inference",
+    "perception/videos": "object_shuffle action_count state_change character_order",
+    "ssv2_video": "action_antonym",
+    "Moments_in_Time_Raw/videos": "fine_grained_action",
+    "FunQA_test/test": "unexpected_action",
+    "sta/sta_video": "action_localization",
+    "scene_qa/video": "scene_transition",
+    "vlnqa": "egocentric_navigation",
+    "tvqa/frames_fps3": "episodic_reasoning",
 }
 
 
@@ -56,8 +47,9 @@ def original_of(row: Row) -> str:
     return re.split(r"_(?:start_|middle_|end_)?(?:tampered|dropp|mask|repeti|rotat|substitut)", name)[0]
 
 
-def _source(name: str, folder: str) -> HubSource:
-    return HubSource(
+def _task(name: str, family: str) -> Task:
+    folder = next(folder for folder, names in _FOLDERS.items() if name in names.split())
+    source = HubSource(
         "Srikant86/MVTamperBench",
         name,
         splits={"train": "train", "test": "train"},
@@ -66,19 +58,10 @@ def _source(name: str, folder: str) -> HubSource:
         media=f"video/{folder}",
         unpack="cd {}/video && unzip -n '*.zip'",
     )
+    description = f"tampered clips: {name.replace('_', ' ')}"
+    return Task(name, family, render_tampering, ("answer",), source, None, "accuracy", "video", description, ("video",))
 
 
 VIDEO_TASKS: tuple[Task, ...] = tuple(
-    Task(
-        name=name,
-        family=family,
-        render=render_tampering,
-        fields=("answer",),
-        source=_source(name, folder),
-        modality="video",
-        description=f"tampered clips: {name.replace('_', ' ')}",
-        media=("video",),
-    )
-    for family, kinds in _FAMILIES.items()
-    for name, folder in kinds.items()
+    _task(name, family) for family, names in _FAMILIES.items() for name in names.split()
 )
