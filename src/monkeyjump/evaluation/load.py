@@ -31,8 +31,8 @@ def load_adapter(
     named: list[str | None] = [base] if base else [recipe.get("model"), config.get("base_model_name_or_path")]
     name = _base_name(folder, named, recipe.get("origin", {}).get("base"))
     model, tokenizer = loaded or load_model(name, dtype=dtype, device=device)
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = _own_tokenizer(folder, tokenizer)
+    if (folder / "tokenizer_config.json").is_file() and not hasattr(tokenizer, "processor"):
+        tokenizer = _own_tokenizer(folder, tokenizer)  # a processor for pictures stays that of the base model
     try:
         adapted = PeftModel.from_pretrained(model, str(folder))
     except ConfigError:

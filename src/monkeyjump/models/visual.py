@@ -40,7 +40,8 @@ class VisualProcessor:
         self.model_type = model.config.model_type
 
     def save_pretrained(self, folder: Any) -> None:
-        self.processor.save_pretrained(folder)
+        """The tokenizer, for people who look; what reads pictures is loaded with the base model."""
+        self.tokenizer.save_pretrained(folder)
 
 
 def load_processor(source: str, options: dict[str, Any], tokenizer: Any, model: Any) -> VisualProcessor:

@@ -175,6 +175,7 @@ class VlmTinyModel(VlmTinyPreTrained):
 
 
 class VlmTiny(VlmTinyPreTrained, GenerationMixin):
+    loss_type = "ForCausalLM"
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: VlmTinyConfig) -> None:
@@ -286,9 +287,6 @@ class TinyProcessor:
             for each in text
         ]
         return {"input_ids": self.tokenizer(full, add_special_tokens=False)["input_ids"]}
-
-    def save_pretrained(self, folder: Any) -> None:
-        self.tokenizer.save_pretrained(folder)
 
 
 def processor_of(tokenizer: Any, model: Any) -> VisualProcessor:
