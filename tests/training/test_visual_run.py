@@ -23,6 +23,7 @@ from monkeyjump.tasks.collate import PaddingCollator
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.load import load_examples
 from monkeyjump.training.compile import compiled
+from monkeyjump.training.features import Features
 from monkeyjump.training.recipe import load_recipe
 from monkeyjump.training.run import run
 from tests.replay import replaying
@@ -178,3 +179,27 @@ def test_an_ordinary_trainer(recipe_file: Path, tmp_path: Path) -> None:
     batch = {k: v for k, v in batches(recipe_file, processor)[0].items() if k not in ("task_ids", "prompt_lengths")}
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).logits, adapted.eval()(**batch).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_kept_features_are_those_of_the_tower(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same losses with and without; a second run computes none."""
+    monkeypatch.setenv("MONKEYJUMP_CACHE", str(tmp_path / "cache"))
+    found, made = {}, []
+    compute = Features._computed
+    monkeypatch.setattr(Features, "_computed", lambda *args: made.append(1) or compute(*args))
+    for name, keep in (("pixels", False), ("features", True), ("again", True)):
+        words = [f"output={tmp_path / name}", f"data.keep_features={str(keep).lower()}"]
+        run(load_recipe(str(recipe_file), words), test=False)
+        log = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        found[name] = [entry["loss"] for entry in log if "loss" in entry], len(made)
+    assert found["features"][0] == pytest.approx(found["pixels"][0], rel=1e-5)
+    assert found["again"] == found["features"]
+    assert found["pixels"][1] == 0 < found["features"][1] <= 24 + 3
+
+
+def test_features_of_a_trained_tower_are_not_kept(recipe_file: Path, tmp_path: Path) -> None:
+    words = [f"output={tmp_path}", "data.keep_features=true", "adapter.modules_to_save=[multi_modal_projector]"]
+    with pytest.raises(mj.ConfigError, match=r"multi_modal_projector.* is trained"):
+        run(load_recipe(str(recipe_file), words))

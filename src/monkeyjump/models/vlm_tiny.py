@@ -131,6 +131,8 @@ class VlmTinyPreTrained(PreTrainedModel):
 
 
 class VlmTinyModel(VlmTinyPreTrained):
+    takes_features = True  # where pixels would be: the projector comes after them and is trained
+
     def __init__(self, config: VlmTinyConfig) -> None:
         super().__init__(config)
         self.vision_tower = EfficientNetLite()
@@ -145,13 +147,20 @@ class VlmTinyModel(VlmTinyPreTrained):
     def set_input_embeddings(self, value: Any) -> None:
         self.language_model.set_input_embeddings(value)
 
-    def features(self, pixels: Tensor, grid: int) -> Tensor:
-        """Of pictures [N, 3, 224, 224], or of what the tower has made of them before, [N, 1280, 7, 7]."""
-        if pixels.shape[1] != WIDTH:
-            with torch.no_grad():
-                pixels = self.vision_tower(pixels.to(self.dtype))
-        pooled = functional.adaptive_avg_pool2d(pixels.to(self.dtype), grid)
-        return self.multi_modal_projector(pooled.flatten(2).mT).flatten(0, 1)
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        """Features [N, 1280, 4, 4] of pictures [N, 3, 224, 224]; features stay as they are."""
+        return self._features(pixel_values, GRID)
+
+    def get_video_features(self, pixel_values_videos: Tensor) -> Tensor:
+        """Features [N, F, 1280, 2, 2] of clips [N, F, 3, 224, 224]; features stay as they are."""
+        clips, frames = pixel_values_videos.shape[:2]
+        return self._features(pixel_values_videos.flatten(0, 1), FRAME_GRID).unflatten(0, (clips, frames))
+
+    def _features(self, pixels: Tensor, grid: int) -> Tensor:
+        if pixels.shape[1] == WIDTH:
+            return pixels.to(self.dtype)
+        with torch.no_grad():
+            return functional.adaptive_avg_pool2d(self.vision_tower(pixels.to(self.dtype)), grid)
 
     def forward(
         self,
@@ -164,12 +173,13 @@ class VlmTinyModel(VlmTinyPreTrained):
         if inputs_embeds is None and input_ids is not None:
             shown = (input_ids == self.config.image_token_id) | (input_ids == self.config.video_token_id)
             inputs_embeds = self.get_input_embeddings()(input_ids.masked_fill(shown, 0))
-            for token, pixels, grid in (
-                (self.config.image_token_id, pixel_values, GRID),
-                (self.config.video_token_id, pixel_values_videos, FRAME_GRID),
+            for token, pixels, make in (
+                (self.config.image_token_id, pixel_values, self.get_image_features),
+                (self.config.video_token_id, pixel_values_videos, self.get_video_features),
             ):
                 if pixels is not None:
-                    found = self.features(pixels.flatten(0, -4), grid).to(inputs_embeds.dtype)
+                    found = make(pixels).flatten(0, -4).flatten(2).mT  # [pictures or frames, places, 1280]
+                    found = self.multi_modal_projector(found).flatten(0, 1).to(inputs_embeds.dtype)
                     inputs_embeds = inputs_embeds.masked_scatter((input_ids == token).unsqueeze(-1), found)
         return self.language_model(inputs_embeds=inputs_embeds, **kwargs)
 

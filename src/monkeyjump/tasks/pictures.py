@@ -34,6 +34,7 @@ class Pictures:
         self.processor, self.accepts, self.frames = visual.processor, visual.accepts, frames
         self._between: dict[Any, tuple[list[int], list[int]] | None] = {}
         self._sizes: dict[Media, Size | BadMediaError] = {}
+        self.kept: Any = None  # features instead of pixels, where they are kept on disk
 
     # -- in a prompt ----------------------------------------------------------------------------
 
@@ -141,6 +142,8 @@ class Pictures:
 
     def tensors(self, rows: Sequence[Sequence[Media]]) -> dict[str, Tensor]:
         """What the model takes of the pictures and clips of a batch."""
+        if self.kept is not None:
+            return self.kept.tensors(rows)
         found: dict[str, Any] = {}
         images = [[open_image(each) for each in row if each.kind == "image"] for row in rows]
         if images := [row for row in images if row]:

@@ -66,6 +66,9 @@ class DataSettings(Section):
     bad_media: Literal["raise", "drop"] = Field(
         "raise", description="where a picture or clip cannot be read: stop before training, or leave its row out"
     )
+    keep_features: bool = Field(
+        False, description="keep what a frozen tower makes of pictures on disk instead of computing it in every epoch"
+    )
     packing: bool = Field(False, description="rows of one fixed length without padding")
     buckets: list[Annotated[int, Field(ge=1)]] = Field(
         [], description="widths of padded batches, e.g. 128,256,512; []: multiples of 8, or few widths to compile"

@@ -25,6 +25,7 @@ from monkeyjump.training.callbacks import MonkeyJumpCallback
 from monkeyjump.training.data import TrainingData, training_data
 from monkeyjump.training.estimate import estimate
 from monkeyjump.training.fast import FastReport, FastSettings, fast
+from monkeyjump.training.features import kept_features
 from monkeyjump.training.folder import checkpoint_to_resume, clear, locked
 from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, is_main_rank, say
 from monkeyjump.training.recipe import Recipe
@@ -109,7 +110,8 @@ def _run(
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
     interruptible = Interruptible()
-    with fast(model, replace(settings, shapes=batches.shapes)) as report:
+    switched = fast(model, replace(settings, shapes=batches.shapes))
+    with kept_features(model, recipe, batches), switched as report:
         trainer = TaskTrainer(
             model,
             training_arguments(recipe, steps, on_gpu),

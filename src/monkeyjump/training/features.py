@@ -1,0 +1,175 @@
+"""What a frozen tower makes of pictures and clips, kept on disk: it is computed once for each and not in every epoch.
+
+Kept is what enters the language model (of `vlm-tiny`, whose projector is trained, what enters the projector). Batches
+then carry it where pixels would be. A picture in a prompt of its own may be cut into tiles while one of several is not,
+so that the two are kept apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.models.bundled import cache_dir
+from monkeyjump.tasks import cache
+from monkeyjump.tasks.media import Media, identity
+from monkeyjump.tasks.pictures import Pictures
+from monkeyjump.training.data import TrainingData
+from monkeyjump.training.recipe import Recipe
+from monkeyjump.tuner.module_paths import language_path, outside_language
+
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+
+class Features:
+    """The features of one model, in a folder of the cache."""
+
+    def __init__(self, model: Any, pictures: Pictures, name: str) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.pictures, self.inner, self.device = pictures, base.model, next(base.parameters()).device
+        self.dtype = next(base.parameters()).dtype
+        self.takes_them = bool(getattr(self.inner, "takes_features", False))
+        _check_frozen(base, self.takes_them)
+        known = name, str(base.config), self.dtype, str(pictures.processor.image_processor), pictures.frames
+        self.folder = cache_dir() / "features" / cache.key(*known, _fingerprint(self.inner))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Processes that load data need no model."""
+        return {**vars(self), "inner": None}
+
+    def remember(self, rows: Iterable[Sequence[Media]]) -> None:
+        """Compute what is missing, with a bar."""
+        from tqdm import tqdm
+
+        wanted = {self._path(media, len(row) == 1): (media, len(row) == 1) for row in rows for media in row}
+        missing = [each for path, each in wanted.items() if not path.is_file()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with torch.no_grad(), tqdm(total=len(missing), desc="features", unit="file", disable=not missing) as bar:
+            for media, alone in missing:
+                self._write(self._path(media, alone), self._computed(media, alone))
+                bar.update()
+
+    def _computed(self, media: Media, alone: bool) -> dict[str, Tensor]:
+        """The features of one picture or clip, and the small tensors that come with its pixels."""
+        row = [media] if alone or media.kind == "video" else [media, media]
+        given = self.pictures.tensors([row])
+        name = PIXELS[media.kind]
+        sent = {key: value.to(self.device) for key, value in given.items()}
+        make = self.inner.get_image_features if media.kind == "image" else self.inner.get_video_features
+        arguments = {key: sent[key] for key in given if key in _parameters(make)}
+        found = make(**arguments, **({} if self.takes_them else {"return_dict": True}))
+        found = found if isinstance(found, Tensor) else found.pooler_output
+        small = {key: value for key, value in given.items() if key not in (name, "batch_num_images")}
+        rest = {key: value[: len(value) // len(row)].contiguous() for key, value in small.items()}
+        return {"features": found[0].to(self.dtype).cpu().contiguous(), **rest}
+
+    def tensors(self, rows: Sequence[Sequence[Media]]) -> dict[str, Tensor]:
+        """What `Pictures.tensors` makes, with features in the place of pixels."""
+        found: dict[str, list[Tensor]] = {}
+        for row in rows:
+            for media in row:
+                kept = load_file(self._path(media, len(row) == 1))
+                found.setdefault(PIXELS[media.kind], []).append(kept.pop("features"))
+                for key, value in kept.items():
+                    found.setdefault(key, []).append(value)
+        joined = {name: torch.cat(parts) for name, parts in found.items() if name not in PIXELS.values()}
+        for name in found.keys() - joined.keys():
+            flat = [part.flatten(0, -2) for part in found[name]]
+            joined[name] = torch.stack(found[name]) if self.takes_them else torch.cat(flat)
+        counts = [sum(media.kind == "image" for media in row) for row in rows]
+        if "batch_num_images" in self.pictures.accepts and any(counts):
+            joined["batch_num_images"] = torch.tensor([count for count in counts if count])
+        return joined
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Inside, the model takes features where pixels would be, and pixels as before."""
+        if self.takes_them:
+            yield
+            return
+        names = {"get_image_features": "pixel_values", "get_video_features": "pixel_values_videos"}
+        for name, pixels in names.items():
+            if hasattr(self.inner, name):
+                setattr(self.inner, name, _passing(getattr(self.inner, name), pixels))
+        try:
+            yield
+        finally:
+            for name in names:
+                vars(self.inner).pop(name, None)
+
+    def _path(self, media: Media, alone: bool) -> Path:
+        return self.folder / f"{identity(media)}{'' if alone else '-several'}.safetensors"
+
+    @staticmethod
+    def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+        number, scratch = tempfile.mkstemp(dir=path.parent)
+        os.close(number)
+        save_file(tensors, scratch)
+        os.replace(scratch, path)
+
+
+@contextmanager
+def kept_features(model: Any, recipe: Recipe, batches: TrainingData) -> Iterator[None]:
+    """Inside, the batches of a recipe that asks for it carry kept features, and the model takes them."""
+    pictures = getattr(batches.collator, "pictures", None)
+    if pictures is None or not recipe.data.keep_features:
+        yield
+        return
+    if batches.sampler is None:
+        raise ConfigError("data.keep_features=true needs all pictures before training: set data.streaming=false.")
+    features = Features(model, pictures, recipe.model)
+    features.remember(batches.items[index].media for index in range(len(batches.items)))
+    pictures.kept = features
+    try:
+        with features.read():
+            yield
+    finally:
+        pictures.kept = None
+
+
+def _passing(compute: Any, pixels: str) -> Any:
+    def features(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs[pixels]
+        if given.dim() != 2:
+            return compute(*args, **kwargs)
+        # models join a list of pictures, or flatten one tensor of clips
+        return SimpleNamespace(pooler_output=[given] if pixels == "pixel_values" else given[None])
+
+    return features
+
+
+def _parameters(function: Any) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(function).parameters)
+
+
+def _fingerprint(inner: Any) -> str:
+    """A hash of a few weights of the tower."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in inner.named_parameters():
+        if "language_model" not in name and "text_model" not in name and "projector.1" not in name:
+            digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_frozen(base: Any, projector_may_learn: bool) -> None:
+    language = language_path(base)
+    trained = [name for name, p in base.named_parameters() if p.requires_grad and outside_language(name, language)]
+    trained = [name for name in trained if not (projector_may_learn and "projector" in name)]
+    if trained:
+        raise ConfigError(
+            f"data.keep_features=true keeps what frozen parts make of pictures, but {trained[0]!r} is trained: adapt "
+            "language blocks only, or leave keep_features out."
+        )
