@@ -187,9 +187,13 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch):
         assert torch.equal(decoder.answers(Batch(listed, 0)), expected)  # without a word
 
 
-@pytest.mark.parametrize("reason", ["its attention is 'eager'", "not one of all tokens", "looks at the routing"])
+REASONS = ["its attention is 'eager'", "not one of all tokens", "looks at the routing", "gates are shuffled"]
+
+
+@pytest.mark.parametrize("reason", REASONS)
 def test_models_that_cannot_be_recorded_are_named(reason):
-    model = add_adapter(make_model())
+    changes: dict[str, Any] = {"router": "shuffled"} if "shuffled" in reason else {}
+    model = add_adapter(make_model(), **changes)
     reader = AnswerReader(model, 0)
     reader.device = torch.device("cuda")
     reader.base.config._attn_implementation = "eager" if "attention" in reason else "sdpa"
