@@ -22,7 +22,7 @@ from transformers import (
 
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.evaluation.forward import AnswerReader
-from monkeyjump.evaluation.jobs import Job, make_batches, make_jobs
+from monkeyjump.evaluation.jobs import Job, make_batches, make_jobs, waves
 from monkeyjump.evaluation.run import evaluate
 from monkeyjump.evaluation.score import Prediction, Scorer, predict
 from monkeyjump.tasks.encode import Encoder
@@ -126,6 +126,30 @@ def test_batches_mix_tasks_and_keep_to_the_budget(tokenizer):
     assert [batch.jobs[0].mode for batch in batches] == ["generate", "text", "text", "text"]  # by lengths of answers
     letters = [job for task in TASKS for job in make_jobs(encoder, task.examples([{"n": 1}]), "letter")]
     assert [len(batch.jobs) for batch in make_batches(letters, 1000)] == [3]  # two, three and four options
+
+
+def test_waves_begin_early_and_keep_what_fills_no_batch(tokenizer):
+    encoder = Encoder(tokenizer)
+    lists = [
+        make_jobs(encoder, [example(n, context="?" * (7 * n % 90)) for n in range(k, k + 30)], "letter")
+        for k in range(9)
+    ]
+    asked: list[int] = []
+
+    def coming() -> Any:
+        for number, jobs in enumerate(lists):
+            asked.append(number)
+            yield jobs
+
+    made = waves(coming(), 800)
+    parts = [next(made)]
+    assert len(asked) < 3
+    parts += made
+    assert len(parts) > 3
+    assert sum(map(len, parts)) < sum(len(make_batches(jobs, 800)) for jobs in lists)
+    assert all(batch.full for part in parts[1:-1] for batch in part)
+    found = [job for part in parts for batch in part for job in batch.jobs]
+    assert sorted(map(id, found)) == sorted(id(job) for jobs in lists for job in jobs)
 
 
 def test_every_text_is_tokenized_once(monkeypatch, tokenizer):

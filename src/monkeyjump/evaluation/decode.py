@@ -183,15 +183,17 @@ def new_graph(reader: AnswerReader) -> Callable[[], Graph] | None:
     """What makes a graph for this model; None where its steps run as they are."""
     if reader.device.type != "cuda":
         return None
-    base, context = reader.base, find_context(reader.model)
-    attention = base.config._attn_implementation
+    base, context, place = reader.base, find_context(reader.model), reader.device.index
+    attention, parts = base.config._attn_implementation, set(getattr(base, "hf_device_map", {}).values())
+    routers = {getattr(config, "router", None) for config in getattr(reader.model, "peft_config", {}).values()}
     reasons = {
         "its cache is not one of all tokens": not reader.takes_any_cache,
-        "Transformers does not say that it works with a static cache": not getattr(
-            base, "_can_compile_fullgraph", False
-        ),
+        "it is not known to work with a static cache": not getattr(base, "_can_compile_fullgraph", False),
         f"its attention is {attention!r}, not 'sdpa'": attention != "sdpa",
         "its weights are gathered for every call": managed(reader.model),
+        "it lies on several devices": len(parts) > 1,
+        "its device is not the current one": place is not None and place != torch.cuda.current_device(),
+        "its gates are shuffled over the rows of a batch, which may not be filled up": "shuffled" in routers,
         "somebody looks at the routing": context is not None and context.trace is not None,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)

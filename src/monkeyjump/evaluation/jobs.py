@@ -7,6 +7,7 @@ while the device runs one, the next is encoded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 Mode = Literal["letter", "text", "generate"]
 MODES: tuple[Mode, ...] = ("letter", "text", "generate")
 FREE_ANSWER_TOKENS = 64  # what a free answer may take
-_WAVE = 8  # full batches of a wave, once the device is busy
+_WAVE = 4  # full batches of a wave, once the device is busy
 _ROOM = 8  # tokens beyond the longest option: "The answer is B."
-_ALIKE = 0.8  # the shortest prompt of a large batch, as a part of the longest
+# The shortest prompt of a large batch, as a part of the longest; rows that generate cost more than their prompts.
+_ALIKE = {"scores": 0.8, "generates": 0.5}
 _GENERATED_ROWS = 256  # more would fill the memory with the cache, and tokens are not made faster
 _LOGIT_WEIGHT = 4  # an answer position holds a row of logits: it counts as this many plain tokens of a batch
 _CACHED_PER_TOKEN = 4  # every answer has its copy of the prompt's cache: as many cached tokens count as a plain one
@@ -63,6 +65,7 @@ class Batch:
 
     jobs: list[Job]
     cost: int  # in padded tokens
+    full: bool = False  # whether another job was there that did not fit
     inputs: Inputs | None = None  # on the device, made when they are first needed
 
     @property
@@ -87,21 +90,27 @@ def make_jobs(encoder: Encoder, examples: Sequence[Example], mode: Mode) -> list
     ]
 
 
-def waves(lists: Iterable[list[Job]], batch_tokens: int) -> Iterator[list[Job]]:
-    """Join lists until they fill one batch, then two, four, and always eight.
+def waves(lists: Iterable[list[Job]], batch_tokens: int) -> Iterator[list[Batch]]:
+    """Batches of lists that come one after another, as soon as there are enough: for one batch, then two, then four.
 
-    Small waves let the device begin at once; of large ones less is padding, and there are few switches between sides.
+    Small waves let the device begin at once; of large ones less is padding. Jobs that fill no batch wait for others of
+    their length, because a small batch takes the host as long as a large one.
     """
-    wave: list[Job] = []
-    held, batches = 0, 1
+    held: list[Job] = []
+    wanted = 1
     for jobs in lists:
-        wave = wave + jobs
-        held += sum(len(job.prompt) for job in jobs)
-        if held >= batches * batch_tokens:
-            yield wave
-            wave, held, batches = [], 0, min(2 * batches, _WAVE)
-    if wave:
-        yield wave
+        held = held + jobs
+        if sum(len(job.prompt) for job in held) < wanted * batch_tokens:
+            continue
+        made = make_batches(held, batch_tokens)
+        enough = batch_tokens // 4 if wanted == 1 else math.inf  # at first the device has nothing to do
+        ready = [batch for batch in made if batch.full or batch.cost >= enough]
+        if ready:
+            yield ready
+            held = [job for batch in made if not batch.full and batch.cost < enough for job in batch.jobs]
+            wanted = min(2 * wanted, _WAVE)
+    if held:
+        yield make_batches(held, batch_tokens)
 
 
 def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
@@ -113,12 +122,14 @@ def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
             batch, longest, answers = batches[-1], max(longest, job.longest), answers + len(job.answers)
             cost = _cost(job.kind, len(batch.jobs) + 1, width, answers, longest)
             # A batch that is large enough ends before its prompts get much shorter.
-            alike = len(job.prompt) >= _ALIKE * width or batch.cost < batch_tokens // 4
-            full = job.kind[0] and len(batch.jobs) >= _most_rows(width, batch_tokens)
-            if cost <= batch_tokens and alike and not full:
+            part = _ALIKE["generates" if job.kind[0] else "scores"]
+            alike = len(job.prompt) >= part * width or batch.cost < batch_tokens // 4
+            fits = cost <= batch_tokens and not (job.kind[0] and len(batch.jobs) >= _most_rows(width, batch_tokens))
+            if fits and alike:
                 batch.jobs.append(job)
                 batch.cost = cost
                 continue
+            batch.full = not fits
         width, longest, answers = len(job.prompt), job.longest, len(job.answers)
         batches.append(Batch([job], _cost(job.kind, 1, width, answers, longest)))
     return batches

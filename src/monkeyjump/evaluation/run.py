@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import zlib
@@ -20,6 +19,7 @@ from torch import nn
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
 from monkeyjump.evaluation.answers import normalize
+from monkeyjump.evaluation.forward import short_collections
 from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.memory import Memory
@@ -73,23 +73,7 @@ class EvaluationSettings:
         return self.answer_format or ("text" if self.mode == "text" else "letter")
 
 
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """Inside, Python's garbage collector looks at new objects only.
-
-    A look at all objects that torch and Transformers have made stops the launches for a quarter of a second.
-    """
-    if gc.get_freeze_count():  # somebody else has done so, and will end it
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@_short_collections()
+@short_collections()
 def evaluate(
     model: nn.Module,
     tokenizer: Any,
@@ -297,11 +281,9 @@ def _replicates(metric: str, sides: Mapping[str, Sequence[Prediction]], seed: in
         credits = [[prediction.credit for prediction in predictions] for predictions in sides.values()]
         return dict(zip(sides, metrics.resampled_means(credits, seed), strict=True))
     pairs = {side: _numbers(predictions) for side, predictions in sides.items()}
+    constant, resampled = np.zeros(metrics.RESAMPLES), metrics.resampled_spearman
     return {
-        side: np.zeros(metrics.RESAMPLES)
-        if len(set(predicted)) == 1
-        else metrics.resampled_spearman(predicted, gold, seed)
-        for side, (predicted, gold) in pairs.items()
+        side: constant if len(set(said)) == 1 else resampled(said, gold, seed) for side, (said, gold) in pairs.items()
     }
 
 

@@ -100,7 +100,7 @@ class Scorer:
         and another reads results.
         """
         allowed, found = self.batch_tokens, {side: list[Future[list[tuple[Job, Prediction]]]]() for side in sides}
-        parts = (make_batches(jobs, self.batch_tokens) for jobs in waves(lists, self.batch_tokens))
+        parts = waves(lists, self.batch_tokens)
         with evaluating(self.reader.model), ThreadPoolExecutor(2) as pool:
             coming = pool.submit(next, parts, None)
             while (batches := coming.result()) is not None:
