@@ -149,10 +149,10 @@ def test_b06_a_sequence_is_routed_once_not_at_every_decode_step() -> None:
     with mj.record_routing(model) as trace:
         record = trace.record
 
-        def spy(block: str, adapter: str, names: Any, gates: torch.Tensor, mask: Any) -> None:
+        def spy(block: str, adapter: str, names: Any, gates: torch.Tensor, *rest: Any) -> None:
             if block == "1":
                 seen.append(gates[:, -1])
-            record(block, adapter, names, gates, mask)
+            record(block, adapter, names, gates, *rest)
 
         trace.record = spy  # type: ignore[method-assign]
         model.generate(input_ids=token_ids(2, 5), max_new_tokens=5, min_new_tokens=5, do_sample=False)

@@ -111,6 +111,7 @@ def test_only_the_context_is_cut(visual: tuple[Any, Any], media: list[Media]) ->
 
 
 def test_broken_files_stop_the_work_or_are_left_out(visual: tuple[Any, Any], tmp_path: Path) -> None:
+    pytest.importorskip("av")
     (tmp_path / "good.png").write_bytes(picture())
     (tmp_path / "half.png").write_bytes(picture(size=(60, 60))[:70])
     (tmp_path / "none.mkv").write_bytes(b"no clip")

@@ -140,6 +140,25 @@ def test_the_number_of_tokens_is_no_shape_and_others_parameters_are_another_grap
         assert (report.graphs, report.replayed) == (2, 8 - 2 * captured.WARM_UP)
 
 
+def test_a_recording_that_fails_is_tried_with_leaves_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does on a GPU while the graph of an earlier loss is alive."""
+    models = [adapted(dropout=0.1).train() for _ in range(2)]
+    expected, record, tried = train(models[0], twenty_steps()[:6]), RunAgain.record, []
+
+    def fails_first(graph: RunAgain, work: Any) -> Any:
+        tried.append(graph)
+        if len(tried) % 4 == 2:  # the backward of every first try
+            raise RuntimeError("operation failed")
+        return record(graph, work)
+
+    monkeypatch.setattr(RunAgain, "record", fails_first)
+    with replaying(models[1]) as report:
+        found = train(models[1], twenty_steps()[:6])
+    assert (report.graphs, report.replayed) == (3, 12 - 3 * captured.WARM_UP)
+    assert_same(*[{str(n): loss for n, loss in enumerate(losses)} for losses in (found, expected)])
+    assert_same(*[settled(model) for model in models])
+
+
 def test_without_memory_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = adapted().train()
 

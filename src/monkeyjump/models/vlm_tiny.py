@@ -45,6 +45,7 @@ class EfficientNetLiteConfig(PretrainedConfig):
 
 class VlmTinyConfig(PretrainedConfig):
     model_type = "monkeyjump_vlm"
+    loss_type = "ForCausalLM"
     sub_configs = {"text_config": AutoConfig, "vision_config": EfficientNetLiteConfig}  # noqa: RUF012 - Transformers'
 
     def __init__(self, text_config: Any = None, vision_config: Any = None, **kwargs: Any) -> None:
@@ -185,7 +186,6 @@ class VlmTinyModel(VlmTinyPreTrained):
 
 
 class VlmTiny(VlmTinyPreTrained, GenerationMixin):
-    loss_type = "ForCausalLM"
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: VlmTinyConfig) -> None:

@@ -1,10 +1,9 @@
-"""Four small tasks about drawings made by this file: for the quickstart with pictures, and machines without data.
+"""Three small tasks about drawings made by this file: for the quickstart with pictures, and machines without data.
 
 | task | what is asked |
 |---|---|
 | figure | which of five figures is drawn |
 | paint | its colour, of six |
-| dots | how many dots there are, one to four |
 | corner | in which corner the figure is |
 
 Size, turn, place, colours and background of a drawing are drawn at random; everything follows from the seed.
@@ -35,7 +34,6 @@ PAINTS = {
     "black": (20, 20, 20),
 }
 FIGURES = ("circle", "square", "triangle", "star", "cross")
-NUMBERS = ("one", "two", "three", "four")
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
 
 
@@ -61,13 +59,6 @@ def _figure(rng: random.Random, draw: ImageDraw, figure: str, paint: str, corner
     draw.polygon(_outline(figure, x, y, size, rng.uniform(0, 2 * math.pi)), fill=PAINTS[paint])
 
 
-def _dots(rng: random.Random, draw: ImageDraw, count: int) -> None:
-    places = rng.sample([(x, y) for x in range(3) for y in range(3)], count)
-    for x, y in places:
-        across, down = (SIDE * (place + 0.5 + rng.uniform(-0.15, 0.15)) / 3 for place in (x, y))
-        draw.polygon(_outline("circle", across, down, rng.uniform(8, 13), 0), fill=PAINTS["black"])
-
-
 def _drawn(rng: random.Random, name: str, options: tuple[str, ...]) -> dict[str, Any]:
     from PIL import Image, ImageDraw
 
@@ -75,12 +66,9 @@ def _drawn(rng: random.Random, name: str, options: tuple[str, ...]) -> dict[str,
     light = tuple(rng.randint(225, 255) for _ in range(3))
     image = Image.new("RGB", (SIDE, SIDE), light)
     draw = ImageDraw.Draw(image)
-    if name == "dots":
-        _dots(rng, draw, label + 1)
-    else:
-        figure = options[label] if name == "figure" else rng.choice(FIGURES)
-        paint = options[label] if name == "paint" else rng.choice(list(PAINTS))
-        _figure(rng, draw, figure, paint, label if name == "corner" else None)
+    figure = options[label] if name == "figure" else rng.choice(FIGURES)
+    paint = options[label] if name == "paint" else rng.choice(list(PAINTS))
+    _figure(rng, draw, figure, paint, label if name == "corner" else None)
     file = io.BytesIO()
     image.save(file, "PNG")
     return {"image": {"bytes": file.getvalue(), "path": None}, "label": label}
@@ -118,6 +106,5 @@ def _task(name: str, question: str, options: tuple[str, ...], description: str) 
 PICTURE_TASKS: tuple[Task, ...] = (
     _task("figure", "Which figure is this?", FIGURES, "which figure is drawn"),
     _task("paint", "What colour is the figure?", tuple(PAINTS), "the colour of a figure"),
-    _task("dots", "How many dots are there?", NUMBERS, "how many dots there are"),
     _task("corner", "Where is the figure?", CORNERS, "the corner a figure is in"),
 )

@@ -153,20 +153,23 @@ class CapturedCall:
             self._seen.clear()
 
     def _record(self, leaves: list[Any], spec: Any) -> Recorded | None:
-        try:
-            recorded = Recorded(self.stack, leaves, spec)
-            recorded.record()
-        except torch.OutOfMemoryError:
-            shape = tuple(next(value.shape for value in leaves if isinstance(value, Tensor)))
-            say(f"no memory to capture batches of shape {shape}, which run without: lower batch_size or max_length")
-            return None
-        except RuntimeError as error:
-            while isinstance(error.__context__, RuntimeError):  # ending a recording that failed fails, too
-                error = error.__context__
-            say(f"a step cannot be captured and runs without: {str(error).splitlines()[0]}")
-            return None
-        self.report.graphs += 1
-        return recorded
+        for own_leaves in (False, True):
+            try:
+                recorded = Recorded(self.stack, leaves, spec, own_leaves)
+                recorded.record()
+            except torch.OutOfMemoryError:
+                shape = tuple(next(value.shape for value in leaves if isinstance(value, Tensor)))
+                say(f"no memory to capture batches of shape {shape}, which run without: lower batch_size or max_length")
+                return None
+            except RuntimeError as error:
+                while isinstance(error.__context__, RuntimeError):  # ending a recording that failed fails, too
+                    error = error.__context__
+                reason = str(error).splitlines()[0]
+            else:
+                self.report.graphs += 1
+                return recorded
+        say(f"a step cannot be captured and runs without: {reason}")
+        return None
 
 
 def _key(leaves: list[Any], spec: Any) -> Key | None:

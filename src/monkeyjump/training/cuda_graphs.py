@@ -60,7 +60,7 @@ class CudaGraph:
 
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         memory, mode = self._memory, "thread_local"  # other threads may load data meanwhile
-        collecting = gc.isenabled()
+        collecting, stream = gc.isenabled(), torch.cuda.current_stream()
         gc.disable()  # what it would free now may be a graph or an event, which a recording does not survive
         try:
             with torch.cuda.graph(self._graph, pool=memory.pool, stream=memory.stream, capture_error_mode=mode):
@@ -70,6 +70,7 @@ class CudaGraph:
             memory.renew()
             raise
         finally:
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own
             if collecting:
                 gc.enable()
 

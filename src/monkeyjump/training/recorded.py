@@ -46,12 +46,19 @@ class Stack:
 class Recorded:
     """The forward and the backward of one shape of inputs."""
 
-    def __init__(self, stack: Stack, leaves: list[Any], spec: Any) -> None:
+    def __init__(self, stack: Stack, leaves: list[Any], spec: Any, own_leaves: bool = False) -> None:
+        """`own_leaves`: record with other parameter objects over the same memory.
+
+        Where the graph of an earlier loss is alive, autograd sends gradients of its parameters through the stream of
+        that loss, which no recording may touch.
+        """
         self.stack, self.spec = stack, spec
         self.leaves = [_own(value) if isinstance(value, Tensor) else value for value in leaves]
         self.inputs = [value for value in self.leaves if isinstance(value, Tensor)]
         self.trained = [p for p in stack.module.parameters() if p.requires_grad]
-        self.sources = [*(value for value in self.inputs if value.requires_grad), *self.trained]
+        self.own = {parameter: nn.Parameter(parameter.detach()) for parameter in self.trained} if own_leaves else {}
+        parameters = [self.own.get(parameter, parameter) for parameter in self.trained]
+        self.sources = [*(value for value in self.inputs if value.requires_grad), *parameters]
         self.live: list[Tensor] = []  # the outputs that have a gradient, with the graph behind them
         self.shape_of_output: Any = None
         self.upstream: list[Tensor] = []
@@ -81,7 +88,7 @@ class Recorded:
 
     def _forward(self) -> list[Tensor]:
         args, kwargs, told = tree_unflatten(self.leaves, self.spec)
-        with self._hearing(told), _without_autocast_cache():
+        with self._hearing(told), _without_autocast_cache(), _holding(self.stack.module, self.own):
             output = self.stack.call(*args, **kwargs)
         said = [] if self.stack.context is None else self.stack.context.losses.statements.values()
         statements = [tuple(getattr(statement, name) for name in SAID) for statement in said]
@@ -178,6 +185,21 @@ def _set(call: ModelCall, values: dict[str, Any]) -> None:
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _holding(module: nn.Module, others: dict[Tensor, nn.Parameter]) -> Iterator[None]:
+    """The modules have these parameters in the place of theirs."""
+    parts = module.modules() if others else ()
+    places = [(part._parameters, name) for part in parts for name, p in part._parameters.items() if p in others]
+    before = [(held, name, held[name]) for held, name in places]
+    for held, name, parameter in before:
+        held[name] = others[parameter]
+    try:
+        yield
+    finally:
+        for held, name, parameter in before:
+            held[name] = parameter
 
 
 @contextmanager
