@@ -22,11 +22,11 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SIZE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 
 
-def new(method: str, dropout: float = 0.1, **changes: Any) -> Any:
+def new(method: str, dropout: float = 0.1, peft_dropout: float = 0.0, **changes: Any) -> Any:
     base = tiny_llama(3, **SIZE)
     torch.manual_seed(1)
     if method == "peft":
-        config: Any = LoraConfig(r=2, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+        config: Any = LoraConfig(r=2, lora_dropout=peft_dropout, target_modules=TARGETS, task_type="CAUSAL_LM")
     else:
         centers = {"center_init": "random_normalized"} if method.startswith("mj") else {}
         config = methods.build(method, "mj_paper", target_modules=TARGETS, dropout=dropout, **centers, **changes)
@@ -112,6 +112,20 @@ def test_gradient_checkpointing_is_captured() -> None:
     assert report.compiled is None  # the graph of the second computation would keep other tensors
     assert report.captured.replayed == 10
     assert_alike(found, expected)
+
+
+def test_dropout_of_peft_is_repeated_under_checkpointing() -> None:
+    """The same seeds draw the same masks with checkpointing and without it, in both computations of a block."""
+    found = []
+    for checkpoint in (False, True):
+        model = new("peft", peft_dropout=0.3)
+        if checkpoint:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        losses, report = train(model, mj.fast(model, compile=False, fused_loss=False), steps=6)
+        assert report.captured.replayed == 10
+        found.append(losses)
+    assert_alike(*found)
+    assert len(set(found[0][1:].tolist())) == len(found[0]) - 1
 
 
 def test_a_run_that_is_entered_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,9 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from monkeyjump.ops import dispatch
+from monkeyjump.ops.lowrank import new_seed
+
+SEEDS = "seeds_of_recording"  # of a layer: what its dropout was drawn by, for a block that is computed again
 
 
 class FasterLinear(Linear):
@@ -32,8 +35,14 @@ class FasterLinear(Linear):
             return super().forward(x)
         from monkeyjump.ops.gated_lora import gated_lora
 
-        dropout = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
-        return gated_lora(out, x.to(out.dtype), down.weight, up.weight, layer.scaling[names[0]], dropout=dropout)
+        dropout, seed = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0, None
+        seeds = vars(self).get(SEEDS)
+        if dropout and seeds is not None:
+            seed = seeds.get(names[0])
+            if seed is None:
+                seed = seeds[names[0]] = new_seed(x.device)
+        scale = layer.scaling[names[0]]
+        return gated_lora(out, x.to(out.dtype), down.weight, up.weight, scale, dropout=dropout, seed=seed)
 
 
 @contextmanager

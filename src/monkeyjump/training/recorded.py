@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from monkeyjump.training.cuda_graphs import Graph
+from monkeyjump.training.plain_lora import SEEDS, FasterLinear
 from monkeyjump.tuner.call import ModelCall, calls_of
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.fast.shared_inputs import Seeds
@@ -88,6 +89,8 @@ class Recorded:
 
     def _forward(self) -> list[Tensor]:
         args, kwargs, told = tree_unflatten(self.leaves, self.spec)
+        for part in self.stack.module.modules():
+            vars(part).get(SEEDS, {}).clear()
         with self._hearing(told), _without_autocast_cache(), _holding(self.stack.module, self.own):
             output = self.stack.call(*args, **kwargs)
         said = [] if self.stack.context is None else self.stack.context.losses.statements.values()
@@ -192,7 +195,7 @@ def _holding(module: nn.Module, others: dict[Tensor, nn.Parameter]) -> Iterator[
     """The modules have these parameters in the place of theirs."""
     parts = module.modules() if others else ()
     places = [(part._parameters, name) for part in parts for name, p in part._parameters.items() if p in others]
-    before = [(held, name, held[name]) for held, name in places]
+    before: list[tuple[dict[str, Any], str, Any]] = [(held, name, held[name]) for held, name in places]
     for held, name, parameter in before:
         held[name] = others[parameter]
     try:
@@ -231,9 +234,15 @@ def _undone(module: nn.Module) -> Iterator[None]:
 def _without_random_states(module: nn.Module) -> Iterator[None]:
     """Checkpoints that do not save the states of random generators, which a recording cannot read."""
     holders = [(part, name) for part in module.modules() for name in HOLDERS if vars(part).get(name) is not None]
-    if holders and any(isinstance(part, nn.Dropout) and part.p and part.training for part in module.modules()):
+    layers = [part for part in module.modules() if isinstance(part, FasterLinear)] if holders else []
+    ours = {id(drop) for layer in layers for drop in layer.modules() if isinstance(drop, nn.Dropout)}
+    drops = [part for part in module.modules() if isinstance(part, nn.Dropout) and part.p and part.training]
+    if holders and any(id(drop) not in ours for drop in drops):
         raise RuntimeError("gradient checkpointing cannot repeat the model's own dropout in a graph")
     with ExitStack() as stack:
+        for layer in layers:
+            setattr(layer, SEEDS, {})
+            stack.callback(delattr, layer, SEEDS)
         for part, name in holders:
             checkpoint = getattr(part, name)
             stack.callback(setattr, part, name, checkpoint)
