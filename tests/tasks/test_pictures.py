@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from monkeyjump.tasks.collate import PaddingCollator
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.media import BadMediaError, Media, open_image, read_frames
 from monkeyjump.tasks.task import Example
+from tests.helpers import assert_same
 from tests.tasks.pictures import clip, picture
 from tests.visual import save_visual_model
 
@@ -94,6 +96,15 @@ def test_a_batch_of_all_kinds(visual: tuple[Any, Any], media: list[Media]) -> No
     answers = [len(item) - item.prompt_length for item in items]
     apart = [loss(collate([item])) * count for item, count in zip(items, answers, strict=True)]
     assert loss(batch) == pytest.approx(sum(apart) / sum(answers), rel=1e-4)
+
+
+def test_a_collator_goes_to_another_process(visual: tuple[Any, Any], media: list[Media]) -> None:
+    encoder = Encoder(visual[1], frames=4)
+    items = encoder.encode_all([example(media[2]), example(media[5])])
+    collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
+    copy = pickle.loads(pickle.dumps(collate))
+    assert type(copy.pictures.processor) is type(visual[1].processor)
+    assert_same(copy(items), collate(items), rtol=0, atol=0)
 
 
 def test_only_the_context_is_cut(visual: tuple[Any, Any], media: list[Media]) -> None:

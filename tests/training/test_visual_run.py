@@ -107,6 +107,17 @@ def test_packing_is_refused(recipe_file: Path, tmp_path: Path) -> None:
         run(load_recipe(str(recipe_file), [f"output={tmp_path}", "data.packing=true"]))
 
 
+def test_another_process_prepares_the_same_batches(recipe_file: Path, tmp_path: Path) -> None:
+    found = []
+    short = ["train.max_steps=2", "train.eval_steps=none", "train.save_steps=none"]
+    for workers in (0, 1):
+        output = tmp_path / str(workers)
+        run(load_recipe(str(recipe_file), [f"output={output}", f"train.workers={workers}", *short]), test=False)
+        lines = map(json.loads, (output / "log.jsonl").read_text().splitlines())
+        found.append([line["loss"] for line in lines if "loss" in line])
+    assert found[0] == found[1] != []
+
+
 def batches(recipe_file: Path, processor: Any) -> list[dict[str, torch.Tensor]]:
     encoder = Encoder(processor, {"paint_folder": 0, "tampered": 1}, frames=4)
     collate = PaddingCollator(encoder.tokenizer.pad_token_id, buckets=(96, 160), pictures=encoder.pictures)

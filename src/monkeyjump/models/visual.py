@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from monkeyjump.errors import ConfigError
@@ -76,15 +77,28 @@ def without_clips(config: Any) -> Any:
     """The class of a model's processor, for pictures alone."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    kind: Any = PROCESSOR_MAPPING[type(config)]
+    return _pictures_only(PROCESSOR_MAPPING[type(config)])
 
+
+@cache
+def _pictures_only(kind: Any) -> Any:
     class PicturesOnly(kind):
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != "video_processor"]
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Processes that prepare batches get a copy, and find the class by that of the model's processor."""
+            return _unpickled, (kind, vars(self))
+
     PicturesOnly.__name__ = kind.__name__  # under which it is saved
     return PicturesOnly
+
+
+def _unpickled(kind: Any, attributes: dict[str, Any]) -> Any:
+    processor = object.__new__(_pictures_only(kind))
+    vars(processor).update(attributes)
+    return processor
 
 
 class Frames:
