@@ -78,6 +78,8 @@ def test_train_evaluate_and_load(recipe_file: Path, tmp_path: Path, capsys: pyte
     assert "tampered" in out
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert {row["task"]: row["n"] for row in saved["rows"]} == {"opinion": 4, "paint_folder": 4, "tampered": 4}
+    page = (tmp_path / "run" / "evaluation.html").read_text()
+    assert page.count("<img ") == page.count("<figure ") == 8  # of four pictures and four clips, not of four texts
     words = ["evaluate", str(tmp_path / "run" / "adapter"), "--limit", "4", "--output", str(tmp_path / "again")]
     assert main(words) == 0
     again = json.loads((tmp_path / "again.json").read_text())

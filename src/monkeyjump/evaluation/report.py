@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from monkeyjump.evaluation.metrics import Floats, Interval, percentile_interval
-from monkeyjump.evaluation.score import Prediction
+from monkeyjump.evaluation.score import NO_ANSWER, Prediction
+from monkeyjump.evaluation.shown import ShownAnswer
 from monkeyjump.record import jsonable, write_atomic
 from monkeyjump.tables import Bold, Table, csv_text
 
@@ -28,7 +29,6 @@ _MEASURES = ("base", "adapter", "difference")
 _ANSWERS = ("majority", "base_top", "adapter_top")  # shares; the answers are in fields of these names + "_answer"
 _SIDES = {"base": "the base model", "adapter": "the adapter"}
 _LEGEND = "major: score of the best constant answer; top: % of the answer given most often"
-NO_ANSWER = "(no valid answer)"  # counted as an answer of its own where no option was named
 _CONSTANT, _CONSTANT_ROWS = 0.9, 10  # a side that gives one answer in this share of at least so many rows is named
 
 
@@ -119,6 +119,7 @@ class EvaluationReport:
     overall: ReportRow
     settings: dict[str, Any] = field(default_factory=dict)
     predictions: dict[str, dict[str, list[Prediction]]] = field(default_factory=dict)
+    shown: dict[str, list[ShownAnswer]] = field(default_factory=dict)  # by task, of those with pictures: for the page
 
     @property
     def mean(self) -> float:

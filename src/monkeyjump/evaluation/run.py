@@ -23,8 +23,9 @@ from monkeyjump.evaluation.answers import normalize
 from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.memory import Memory
-from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
-from monkeyjump.evaluation.score import Prediction, Scorer, Sides
+from monkeyjump.evaluation.report import EvaluationReport, ReportRow, mean_rows
+from monkeyjump.evaluation.score import NO_ANSWER, Prediction, Scorer, Sides
+from monkeyjump.evaluation.shown import chosen_answers
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
@@ -145,7 +146,8 @@ def evaluate(
         dropped, truncated = encoder.counts.dropped[task.name], encoder.counts.truncated[task.name]
         rows.append(replace(row, dropped=dropped, truncated=truncated))
     families, overall = mean_rows(rows, replicates)
-    return EvaluationReport(rows, families, overall, _described(model, settings), results)
+    shown = {task.name: chosen_answers(examples[task.name], results[task.name]) for task in chosen if task.media}
+    return EvaluationReport(rows, families, overall, _described(model, settings), results, shown)
 
 
 def _settings(settings: EvaluationSettings | None, changes: dict[str, Any]) -> EvaluationSettings:
