@@ -52,9 +52,7 @@ def test_html_is_self_contained_and_escaped(report):
     nasty = EvaluationReport([row], [row], row, {"model": "</script><script>alert(1)</script>"})
     for html in (report.to_html(), nasty.to_html()):
         assert not re.search("https?:", html)
-        assert (
-            "Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in html
-        )
+        assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in html
         assert "<link" not in html
         assert html.count("<script") == 1
     assert "&lt;b&gt;" in nasty.to_html()

@@ -42,8 +42,8 @@ def test_a_thumbnail_beside_every_answer(media: list[Media]) -> None:
     html = page(ShownAnswer(example, {"base": "a dog", "adapter": "a cat"}, True))
     wide, high, frame = thumbnails(html)
     assert (wide.size, high.size, frame.size) == ((SIDE, 40), (20, SIDE), (32, 16))
-    assert wide.getpixel((60, 20)) == pytest.approx((250, 10, 10), abs=6)  # type: ignore[arg-type]
-    assert frame.getpixel((20, 8)) == pytest.approx((0, 0, 0), abs=20)  # type: ignore[arg-type]
+    assert wide.getpixel((60, 20)) == pytest.approx((250, 10, 10), abs=6)
+    assert frame.getpixel((20, 8)) == pytest.approx((0, 0, 0), abs=20)
     assert "<h2>zoo: 0 wrong and 1 right answers</h2>" in html
     assert '<figure class="right several">' in html
     assert "Which &lt;b&gt;animal&lt;/b&gt;?" in html

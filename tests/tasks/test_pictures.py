@@ -135,10 +135,9 @@ def test_broken_files_stop_the_work_or_are_left_out(visual: tuple[Any, Any], tmp
 
 
 def test_a_text_that_contains_a_placeholder_is_refused(visual: tuple[Any, Any], media: list[Media]) -> None:
-    encoder = Encoder(visual[1])
-    encoder.encode_all([example(media[0])])
-    with pytest.raises(ConfigError, match="holds 2 places for pictures and comes with 1"):
-        encoder.encode_all([example(media[0], question="What does <image> mean?")])
+    for shown in ((media[0],), ()):
+        with pytest.raises(BadMediaError, match=f"contains '<image>', .* beside the {len(shown)} that its row has"):
+            Encoder(visual[1]).encode_all([example(*shown, question="What does <image> mean?")])
 
 
 def test_a_model_without_eyes(tokenizer: Any, media: list[Media]) -> None:

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     recipe = load_recipe(
         options.recipe, [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
     )
-    tasks = expand(recipe.tasks)
+    tasks = expand(recipe.tasks, recipe.data.bad_media)
     looks = look_at(tasks, recipe.data.folder, seed=recipe.seed, streaming=True)
     from monkeyjump import methods  # only now: it brings torch, which no mistake in the recipe has to wait for
     from monkeyjump.training.trainer import check_loggers

@@ -50,6 +50,7 @@ class ReportRow:
     difference_interval: Interval | None = None
     dropped: int = 0  # examples that did not fit even without context: not scored
     truncated: int = 0  # examples whose context was cut
+    unreadable: int = 0  # examples whose pictures or clips cannot be used: not scored
     majority: float | None = None  # share of the most frequent right answer; in a mean, the mean of the tasks' shares
     majority_answer: str | None = None
     base_top: float | None = None  # share of the answer that the base model gave most often
@@ -153,7 +154,7 @@ class EvaluationReport:
     def to_csv(self) -> str:
         plain = ["kind", "task", "family", "metric", "mode", "n"]
         names = [f"{m}{end}" for m in _MEASURES for end in ("", "_low", "_high")]
-        last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "dropped", "truncated"]
+        last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "dropped", "truncated", "unreadable"]
         lines: list[Any] = [[*plain, *names, *last]]
         for row in self.ordered():
             values: list[Any] = [getattr(row, name) for name in plain]
@@ -203,9 +204,11 @@ class EvaluationReport:
         """What the numbers leave out, in sentences."""
         dropped = [f"{row.task} {row.dropped} of {row.n + row.dropped}" for row in self.rows if row.dropped]
         truncated = [f"{row.task} {row.truncated} of {row.n}" for row in self.rows if row.truncated]
+        unreadable = [f"{row.task} {row.unreadable}" for row in self.rows if row.unreadable]
         generated = [row.task for row in self.rows if row.mode == "generate" != self.settings.get("mode", "generate")]
         sentences = {
             "These rows do not fit max_length and were not scored": dropped,
+            "These rows were not scored because their pictures or clips cannot be used": unreadable,
             "These rows lost a part of their context to fit max_length": truncated,
             "These tasks have rows without options and were scored in mode generate": generated,
         }

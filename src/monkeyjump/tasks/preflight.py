@@ -123,7 +123,8 @@ def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options
         for number, row in islice(rows, most):
             try:
                 example = task.example(row, number, folder)
-                problems += _unreadable(example) if len(good).bit_count() < 2 else []
+                if task.bad_media == "raise" and len(good).bit_count() < 2:
+                    problems += _unreadable(example)
                 # beyond those that are kept, bytes of pictures would only fill the memory
                 good.append(example if len(good) < _KEPT else replace(example, media=()))
             except ConfigError as error:
