@@ -102,7 +102,7 @@ def _unpickled(kind: Any, attributes: dict[str, Any]) -> Any:
 
 
 class Frames:
-    """Clips for LLaVA-OneVision: each frame is resized like one of several pictures, without tiles."""
+    """Clips for LLaVA-OneVision: each frame is stretched to the size of a tile; pictures would get margins."""
 
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor
@@ -110,14 +110,16 @@ class Frames:
         self.model_input_names = ["pixel_values_videos"]
 
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> Any:
+        import torch
+        from PIL import Image
         from transformers import BatchFeature
 
         clips = videos if isinstance(videos[0], list | tuple) else [videos]
         found = []
+        size = self.image_processor.size["width"], self.image_processor.size["height"]
         for clip in clips:
-            several = [*clip, clip[-1]]  # one frame alone would be cut into tiles
+            several = [frame.resize(size, Image.Resampling.BICUBIC) for frame in clip]
+            several.append(several[-1])  # one frame alone would be cut into tiles
             pixels = self.image_processor(images=[several], return_tensors="pt")["pixel_values"]
             found.append(pixels[: len(clip), 0])
-        import torch
-
         return BatchFeature({"pixel_values_videos": torch.stack(found)})

@@ -160,10 +160,12 @@ class Pictures:
         names = self.accepts & {"token_type_ids", "mm_token_type_ids"}
         if not names:
             return {}
-        image, video = (getattr(self.processor, f"{kind}_token_id", None) for kind in ("image", "video"))
         kinds = input_ids.new_zeros(input_ids.shape)
-        for kind, token in ((1, image), (2, video)):
-            kinds = kinds if token is None else kinds.masked_fill(input_ids == token, kind)
+        for kind, name in ((1, "image"), (2, "video")):
+            # Gemma's `image_token_id` is what stands in the text; its `image_token_ids` are what takes its place.
+            single = [getattr(self.processor, f"{name}_token_id", None)]
+            for token in getattr(self.processor, f"{name}_token_ids", single):
+                kinds = kinds if token is None else kinds.masked_fill(input_ids == token, kind)
         return dict.fromkeys(names, kinds)
 
     def _clips(self, clips: list[Any]) -> list[Any]:
