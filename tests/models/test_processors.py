@@ -5,6 +5,7 @@ The tests with torchvision are skipped where it cannot be imported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +84,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> list[Media]:
     return [*images, Media("video", str(folder / "clip.mkv"))]
 
 
-def batch(visual: VisualProcessor, rows: list[tuple[Media, ...]]) -> dict[str, torch.Tensor]:
+def batch(visual: VisualProcessor, rows: Sequence[tuple[Media, ...]]) -> dict[str, torch.Tensor]:
     encoder = Encoder(visual, frames=4)
     items = encoder.encode_all([Example("What?", ("a", "b"), 1, media=row) for row in rows])
     return PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)(items)
