@@ -60,7 +60,7 @@ def test_prompts_are_those_of_the_processor(visual: tuple[Any, Any], media: list
     shown = [*((each,) for each in media), (media[0], media[2]), (media[1], media[5]), ()]
     asked = []
     whole = encoder.pictures._whole  # type: ignore[union-attr]
-    encoder.pictures._whole = lambda *args: asked.append(args) or whole(*args)  # type: ignore[union-attr, method-assign]
+    encoder.pictures._whole = lambda *args: asked.append(args) or whole(*args)  # type: ignore[union-attr, method-assign, func-returns-value]
     items = encoder.encode_all([example(*each) for each in shown])
     assert len(asked) == len({tuple((m.kind, *encoder.pictures.size(m)) for m in each) for each in shown if each})  # type: ignore[union-attr]
     for each, item in zip(shown, items, strict=True):

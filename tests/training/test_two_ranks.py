@@ -54,8 +54,10 @@ def by_itself(rank: int, recipe: str, overrides: list[str], folder: str) -> None
 def with_moving_centres(rank: int, port: int, recipe: str, folder: str) -> None:
     be_rank(rank, port)
     for stop in (0, 100):
-        changes = [f"output={folder}/{stop}", f"adapter.ema_stop={stop}", "adapter.ema_interval=1", "train.max_steps=3"]
-        model = run(load_recipe(recipe, [*changes, "train.eval_steps=none", "train.save_steps=none"]), test=False).model
+        changes = [f"output={folder}/{stop}", f"adapter.ema_stop={stop}", "adapter.ema_interval=1", "data.cap=8"]
+        model = run(
+            load_recipe(recipe, [*changes, "train.max_steps=2", "train.eval_steps=2", "train.save_steps=2"]), test=False
+        ).model
         centres = {name: value for name, value in model.state_dict().items() if "monkeyjump_center" in name}
         torch.save(centres, f"{folder}/centres-{stop}-{rank}")
 

@@ -181,12 +181,12 @@ def test_an_ordinary_trainer(recipe_file: Path, tmp_path: Path) -> None:
     trainer = Trainer(
         adapted,
         arguments,
-        train_dataset=encoder.encode_all(load_examples(task, "train")),  # type: ignore[arg-type]
+        train_dataset=encoder.encode_all(load_examples(task, "train")),
         data_collator=PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures),
         callbacks=[mj.MonkeyJumpCallback(progress=False)],
     )
     trainer.train()
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     loaded, _ = load_adapter(tmp_path / "adapter", base=str(recipe_file.parent / "model"))
     batch = {k: v for k, v in batches(recipe_file, processor)[0].items() if k not in ("task_ids", "prompt_lengths")}
     with torch.no_grad():
