@@ -49,11 +49,12 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+TILES = [[28, 28], [28, 56], [56, 28]]
 
 
 def llava_onevision(seed: int = 0) -> Any:
     """A picture is itself and one tile of the same size, each of 2 x 2 patches."""
-    config = LlavaOnevisionConfig(
+    config = LlavaOnevisionConfig(  # type: ignore[call-arg]
         vision_config=SiglipVisionConfig(**VISION),
         text_config=Qwen2Config(**TEXT),
         image_token_id=IMAGE,
@@ -111,7 +112,7 @@ def qwen3_vl(seed: int = 0) -> Any:
 
 
 def gemma3(seed: int = 0) -> Any:
-    config = Gemma3Config(
+    config = Gemma3Config(  # type: ignore[call-arg]
         text_config={**TEXT, "head_dim": 16, "sliding_window": 512},
         vision_config={**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
         mm_tokens_per_image=4,
@@ -127,17 +128,17 @@ def gemma3(seed: int = 0) -> Any:
 
 def save_visual_model(folder: Path) -> Path:
     """A tiny LLaVA-OneVision over bytes with its processor, as `save_pretrained` leaves them."""
-    tokenizer = make_tokenizer()
+    tokenizer: Any = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
     image, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
     text = {**TEXT, "vocab_size": video + 1, "max_position_embeddings": 4096}
     text |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = LlavaOnevisionConfig(
+    config = LlavaOnevisionConfig(  # type: ignore[call-arg]
         vision_config=SiglipVisionConfig(**VISION),
         text_config=Qwen2Config(**text, initializer_range=0.2),
         image_token_id=image,
         video_token_id=video,
-        image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]],
+        image_grid_pinpoints=TILES,
         vision_feature_layer=-1,
         tie_word_embeddings=False,
     )
@@ -145,9 +146,7 @@ def save_visual_model(folder: Path) -> Path:
     model = LlavaOnevisionForConditionalGeneration(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    pictures = LlavaOnevisionImageProcessorPil(
-        size={"height": 28, "width": 28}, image_grid_pinpoints=config.image_grid_pinpoints
-    )
+    pictures = LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=TILES)
     processor = without_clips(config)(
         image_processor=pictures, tokenizer=tokenizer, num_image_tokens=4, vision_feature_select_strategy="full"
     )

@@ -117,7 +117,7 @@ def test_centres_start_from_and_follow_all_kinds_alike() -> None:
     words, patches = int((ids != IMAGE).sum()), int((ids == IMAGE).sum())
     found = {}
     for balance in (True, False):
-        model = get_peft_model(
+        model: Any = get_peft_model(
             llava_onevision(), mj.MonkeyJumpConfig(init_tokens=40, balance_kinds=balance, top_k=1, ema_interval=1)
         )
         kept = mj.initialize_centers(model, [{"input_ids": ids}], progress=False).tokens_kept

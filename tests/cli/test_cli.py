@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -65,6 +66,30 @@ def test_bad_input_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[
     assert "Did you mean 'sst2'?" in capsys.readouterr().err
     assert main(["evaluate", "/nowhere/adapter"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data"),
+    [
+        ("image", r"tasks camelyon, svhn, .*, vqa_rad: did not load from the hub, which cannot be used .* --data DIR"),
+        ("video", r"tasks action_sequence, .*: pictures and clips are in archives, .*hf download Srikant86/MVTamperB"),
+        ("mmt47", r"tasks mmt47_train, .*: pictures and clips are in archives, .*hf download Kowsher/MMT-47 "),
+    ],
+)
+def test_a_recipe_without_network_says_what_is_missing(
+    recipe: str, data: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["validate", recipe]) == 2
+    first, *problems = capsys.readouterr().err.splitlines()
+    assert first == f"error: not ready, {len(problems)} problems:"
+    assert len(problems) == (3 if recipe == "mmt47" else 2)  # its texts are in no archive
+    assert re.search(data, problems[0])
+    assert re.search(r"llava-onevision-qwen2-7b-ov-hf' is not .*`hf download llava-hf/.*'vlm-tiny'", problems[-1])
 
 
 def test_lists_name_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

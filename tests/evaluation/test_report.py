@@ -51,7 +51,8 @@ def test_html_is_self_contained_and_escaped(report):
     row = replace(row, majority=0.5, majority_answer='<i>"', base_top=1.0, base_top_answer="</script>")
     nasty = EvaluationReport([row], [row], row, {"model": "</script><script>alert(1)</script>"})
     for html in (report.to_html(), nasty.to_html()):
-        assert "http" not in html
+        assert not re.search("https?:", html)
+        assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in html
         assert "<link" not in html
         assert html.count("<script") == 1
     assert "&lt;b&gt;" in nasty.to_html()

@@ -127,5 +127,5 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert not hub.hub_reachable()
-    with pytest.raises(ConfigError, match=r"'nyu-mll/glue' did not load.*HF_HUB_OFFLINE is set.*Go online once"):
+    with pytest.raises(ConfigError, match=r"'sst2' of 'nyu-mll/glue': did not load.*HF_HUB_OFFLINE is set.*Go online"):
         tasks.load_examples(SST2, "train")

@@ -165,7 +165,7 @@ def test_a_clip_without_frames_is_refused(tmp_path: Path) -> None:
         sound.writeframes(bytes(8000))
     clip(tmp_path / "none.avi", frames=0)
     for name in ("sound.mp4", "none.avi"):
-        with pytest.raises(BadMediaError, match=rf"{name}' has no frames\. Leave its row out"):
+        with pytest.raises(BadMediaError, match=rf"{name}' has no frames\. .* leave its row out"):
             read_frames(Media("video", str(tmp_path / name)), 4)
 
 

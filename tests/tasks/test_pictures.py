@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from monkeyjump.tasks.collate import PaddingCollator
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.media import BadMediaError, Media, open_image, read_frames
 from monkeyjump.tasks.task import Example
-from tests.tasks.pictures import clip, picture
+from tests.helpers import assert_same
+from tests.tasks.pictures import Image, clip, picture
 from tests.visual import save_visual_model
 
 SIZES = ((30, 20), (30, 20), (64, 20), (20, 90), (1, 1))
@@ -58,7 +60,7 @@ def test_prompts_are_those_of_the_processor(visual: tuple[Any, Any], media: list
     shown = [*((each,) for each in media), (media[0], media[2]), (media[1], media[5]), ()]
     asked = []
     whole = encoder.pictures._whole  # type: ignore[union-attr]
-    encoder.pictures._whole = lambda *args: asked.append(args) or whole(*args)  # type: ignore[union-attr, method-assign]
+    encoder.pictures._whole = lambda *args: asked.append(args) or whole(*args)  # type: ignore[union-attr, method-assign, func-returns-value]
     items = encoder.encode_all([example(*each) for each in shown])
     assert len(asked) == len({tuple((m.kind, *encoder.pictures.size(m)) for m in each) for each in shown if each})  # type: ignore[union-attr]
     for each, item in zip(shown, items, strict=True):
@@ -83,8 +85,12 @@ def test_a_batch_of_all_kinds(visual: tuple[Any, Any], media: list[Media]) -> No
         assert torch.equal(batch[name], torch.as_tensor(tensor)), name
     frames = batch["pixel_values_videos"]
     assert frames.shape == (1, 4, 3, 28, 28)
-    alone = processor.processor.image_processor(images=[read_frames(media[5], 4)], return_tensors="pt")["pixel_values"]
-    assert torch.equal(frames[0], alone[:, 0])
+    pixels = processor.processor.image_processor
+    resized = [
+        frame.resize((28, 28), Image.Resampling.BICUBIC) for frame in read_frames(media[5], 4)
+    ]  # without margins
+    expected = (np.stack([np.asarray(frame) for frame in resized]) / 255 - pixels.image_mean) / pixels.image_std
+    np.testing.assert_allclose(frames[0].permute(0, 2, 3, 1).numpy(), expected, atol=1e-5)
 
     def loss(rows: dict[str, torch.Tensor]) -> float:
         kept = {name: value for name, value in rows.items() if name not in ("task_ids", "prompt_lengths")}
@@ -94,6 +100,15 @@ def test_a_batch_of_all_kinds(visual: tuple[Any, Any], media: list[Media]) -> No
     answers = [len(item) - item.prompt_length for item in items]
     apart = [loss(collate([item])) * count for item, count in zip(items, answers, strict=True)]
     assert loss(batch) == pytest.approx(sum(apart) / sum(answers), rel=1e-4)
+
+
+def test_a_collator_goes_to_another_process(visual: tuple[Any, Any], media: list[Media]) -> None:
+    encoder = Encoder(visual[1], frames=4)
+    items = encoder.encode_all([example(media[2]), example(media[5])])
+    collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
+    copy = pickle.loads(pickle.dumps(collate))
+    assert type(copy.pictures.processor) is type(visual[1].processor)
+    assert_same(copy(items), collate(items), rtol=0, atol=0)
 
 
 def test_only_the_context_is_cut(visual: tuple[Any, Any], media: list[Media]) -> None:
@@ -125,10 +140,9 @@ def test_broken_files_stop_the_work_or_are_left_out(visual: tuple[Any, Any], tmp
 
 
 def test_a_text_that_contains_a_placeholder_is_refused(visual: tuple[Any, Any], media: list[Media]) -> None:
-    encoder = Encoder(visual[1])
-    encoder.encode_all([example(media[0])])
-    with pytest.raises(ConfigError, match="holds 2 places for pictures and comes with 1"):
-        encoder.encode_all([example(media[0], question="What does <image> mean?")])
+    for shown in ((media[0],), ()):
+        with pytest.raises(BadMediaError, match=f"contains '<image>', .* beside the {len(shown)} that its row has"):
+            Encoder(visual[1]).encode_all([example(*shown, question="What does <image> mean?")])
 
 
 def test_a_model_without_eyes(tokenizer: Any, media: list[Media]) -> None:

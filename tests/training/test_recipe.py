@@ -7,26 +7,30 @@ from pathlib import Path
 import pytest
 
 from monkeyjump import methods
+from monkeyjump.cli.train import RECIPES
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.recipe import load_recipe, names, parse_value, recipe_from
 
 
 def test_the_papers_hyper_parameters_are_in_the_paper_recipes() -> None:
-    for name in ("glue", "commonsense", "text14"):
+    text, visual = (2, 4, 4, 1024), (1, 1, 8, 2048)  # rank, batch size, accumulation, length
+    expected = dict.fromkeys(("glue", "commonsense", "text14"), text)
+    for name, settings in (expected | dict.fromkeys(("image", "video", "mmt47"), visual)).items():
         recipe = load_recipe(name)
         config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
-        assert (config.r, config.alpha, config.dropout, config.top_k, config.temperature) == (2, 5, 0.05, 2, 1.0)
+        assert (config.alpha, config.dropout, config.top_k, config.temperature) == (5, 0.05, 2, 1.0)
         assert config.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]
         assert config.shared_modules == ["o_proj", "gate_proj"]
         assert (config.init_tokens, config.ema_momentum) == (None, 0.5)  # 50,000 where there is a GPU
         assert (config.ema_interval, config.ema_stop) == (2, 5_000)
         train = recipe.train
-        assert (train.lr, train.epochs, train.batch_size, train.accumulation) == (1e-4, 2.0, 4, 4)
-        assert (train.schedule, train.warmup, train.weight_decay, recipe.data.max_length) == ("cosine", 0.1, 0.1, 1024)
+        assert (config.r, train.batch_size, train.accumulation, recipe.data.max_length) == settings
+        assert (train.lr, train.epochs) == (1e-4, 2.0)
+        assert (train.schedule, train.warmup, train.weight_decay) == ("cosine", 0.1, 0.1)
 
 
 def test_every_recipe_that_comes_with_the_package_loads() -> None:
-    assert {"quickstart", "glue", "commonsense", "text14"} <= set(names())
+    assert set(names()) == set(RECIPES.split(", "))  # what `monkeyjump train --help` says
     for name in names():
         assert load_recipe(name).name == name
 

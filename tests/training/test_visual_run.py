@@ -79,6 +79,8 @@ def test_train_evaluate_and_load(recipe_file: Path, tmp_path: Path, capsys: pyte
     assert "tampered" in out
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert {row["task"]: row["n"] for row in saved["rows"]} == {"opinion": 4, "paint_folder": 4, "tampered": 4}
+    page = (tmp_path / "run" / "evaluation.html").read_text()
+    assert page.count("<img ") == page.count("<figure ") == 8  # of four pictures and four clips, not of four texts
     words = ["evaluate", str(tmp_path / "run" / "adapter"), "--limit", "4", "--output", str(tmp_path / "again")]
     assert main(words) == 0
     again = json.loads((tmp_path / "again.json").read_text())
@@ -106,6 +108,17 @@ def test_batches_do_not_change_answers(recipe_file: Path, mode: Any) -> None:
 def test_packing_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     with pytest.raises(mj.ConfigError, match="rows with pictures or clips are not packed"):
         run(load_recipe(str(recipe_file), [f"output={tmp_path}", "data.packing=true"]))
+
+
+def test_another_process_prepares_the_same_batches(recipe_file: Path, tmp_path: Path) -> None:
+    found = []
+    short = ["train.max_steps=2", "train.eval_steps=none", "train.save_steps=none"]
+    for workers in (0, 1):
+        output = tmp_path / str(workers)
+        run(load_recipe(str(recipe_file), [f"output={output}", f"train.workers={workers}", *short]), test=False)
+        lines = map(json.loads, (output / "log.jsonl").read_text().splitlines())
+        found.append([line["loss"] for line in lines if "loss" in line])
+    assert found[0] == found[1] != []
 
 
 def batches(recipe_file: Path, processor: Any) -> list[dict[str, torch.Tensor]]:
@@ -169,12 +182,12 @@ def test_an_ordinary_trainer(recipe_file: Path, tmp_path: Path) -> None:
     trainer = Trainer(
         adapted,
         arguments,
-        train_dataset=encoder.encode_all(load_examples(task, "train")),  # type: ignore[arg-type]
+        train_dataset=encoder.encode_all(load_examples(task, "train")),
         data_collator=PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures),
         callbacks=[mj.MonkeyJumpCallback(progress=False)],
     )
     trainer.train()
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     loaded, _ = load_adapter(tmp_path / "adapter", base=str(recipe_file.parent / "model"))
     batch = {k: v for k, v in batches(recipe_file, processor)[0].items() if k not in ("task_ids", "prompt_lengths")}
     with torch.no_grad():

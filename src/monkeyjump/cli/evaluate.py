@@ -45,10 +45,10 @@ def run(options: argparse.Namespace) -> int:
         limit=options.limit,
         data=options.data or (recipe.data.folder if recipe else None),
         batch_tokens=options.batch_tokens,
-        max_length=recipe.data.max_length if recipe else 1024,
+        **({name: getattr(recipe.data, name) for name in ("max_length", "frames", "bad_media")} if recipe else {}),
     )
     if not options.harness:  # whatever is wrong with data or output, before the model is loaded
-        tasks = expand(options.tasks or (recipe.tasks if recipe else "builtin"))
+        tasks = expand(options.tasks or (recipe.tasks if recipe else "builtin"), settings.bad_media)
         look_at(tasks, settings.data, splits=[settings.split])
         stem = _stem(options, settings.mode)
     device = "cuda" if torch.cuda.is_available() else None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 
+RECIPES = "quickstart, vlm-tiny, glue, commonsense, text14, image, video, mmt47"  # without pydantic, for --help
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe by name (quickstart, glue, commonsense, text14), or a YAML file")
+    parser.add_argument("recipe", help=f"a recipe by name ({RECIPES}), or a YAML file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.lr=1e-3 adapter.r=4"
     )

@@ -20,16 +20,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.schema or options.recipe is None:
         return _print_schema(options.schema)
+    from monkeyjump.models.bundled import BUNDLED
+    from monkeyjump.models.resolve import resolve
     from monkeyjump.tables import Table
     from monkeyjump.tasks import expand
-    from monkeyjump.tasks.preflight import look_at, notes
+    from monkeyjump.tasks.preflight import SplitLook, look_at, notes
     from monkeyjump.training.recipe import load_recipe
 
     recipe = load_recipe(
         options.recipe, [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
     )
-    tasks = expand(recipe.tasks)
-    looks = look_at(tasks, recipe.data.folder, seed=recipe.seed, streaming=True)
+    tasks = expand(recipe.tasks, recipe.data.bad_media)
+    errors, looks = list[ConfigError](), list[SplitLook]()
+    try:
+        looks = look_at(tasks, recipe.data.folder, seed=recipe.seed, streaming=True)
+    except ConfigError as error:
+        errors.append(error)
+    try:
+        if recipe.model not in BUNDLED:  # those are fetched when they are needed
+            resolve(recipe.model)
+    except ConfigError as error:
+        errors.append(error)
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigError([*errors[0].problems, *errors[1].problems], "not ready")
     from monkeyjump import methods  # only now: it brings torch, which no mistake in the recipe has to wait for
     from monkeyjump.training.trainer import check_loggers
 

@@ -1,4 +1,4 @@
-"""The report as one HTML page: no scripts, no external files, light and dark."""
+"""The report as one HTML page: no scripts, no external files, light and dark; a policy in it forbids both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from monkeyjump.evaluation.metrics import Interval
+from monkeyjump.evaluation.shown import section
 
 if TYPE_CHECKING:
     from monkeyjump.evaluation.report import EvaluationReport, ReportRow
@@ -52,6 +53,18 @@ td i { width: .55rem; height: .55rem; border-radius: 2px; vertical-align: 0; }
 i.dashed { width: 0; border-left: 2px dashed var(--majority); border-radius: 0; }
 .notes { color: var(--soft); font-size: .85rem; margin: .8rem .2rem 0; }
 .notes p { margin: .25rem 0; }
+h2 { font-size: 1.05rem; margin: 1.6rem .2rem .5rem; }
+.shown { display: grid; grid-template-columns: repeat(auto-fill, minmax(20rem, 1fr)); gap: .7rem; padding: .8rem; }
+figure { display: flex; gap: .7rem; margin: 0; padding: .6rem; border-left: 3px solid var(--down); min-width: 0;
+  background: color-mix(in srgb, var(--track) 55%, transparent); border-radius: 6px; }
+figure.right { border-color: var(--up); }
+figure.several { grid-column: 1 / -1; }
+figure > div { display: flex; flex-wrap: wrap; gap: .3rem; align-content: flex-start; }
+figure em, figure span { color: var(--soft); font-size: .82rem; max-width: 7.5rem; overflow-wrap: anywhere; }
+img { border-radius: 4px; }
+figcaption { min-width: 9rem; flex: 1; white-space: pre-line; overflow-wrap: anywhere; font-size: .88rem; }
+dl { display: grid; grid-template-columns: auto 1fr; gap: .1rem .6rem; margin: .3rem 0 0; white-space: normal; }
+dt { color: var(--soft); } dd { margin: 0; font-weight: 550; }
 @media print { body { background: none; padding: 0; } }
 """
 
@@ -61,6 +74,7 @@ _READING = (
     "for correlations, means and differences. Majority is the score of the best constant answer, which is the most "
     "frequent right one. Given most often is the answer that a side gave in most rows, with its share in %."
 )
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _WAYS = {
     "letter": "likelihood of the letter",
     "text": "likelihood of the answer text",
@@ -75,10 +89,12 @@ def page(report: EvaluationReport) -> str:
     notes = "".join(f"<p>{escape(note)}</p>" for note in [_READING, *report.notes()])
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Evaluation: {escape(report.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f'<h1>Evaluation</h1>\n<p class="about">{escape(_about(report))}</p>\n{_cards(report)}\n'
-        f'<div class="panel">\n{_table(report)}\n</div>\n{_legend(report)}\n<div class="notes">{notes}</div>\n</main>\n'
+        f'<div class="panel">\n{_table(report)}\n</div>\n{_legend(report)}\n<div class="notes">{notes}</div>\n'
+        f"{section(report.shown)}</main>\n"
         f'<script type="application/json" id="evaluation">{data}</script>\n</body>\n</html>\n'
     )
 

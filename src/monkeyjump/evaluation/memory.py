@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from monkeyjump.evaluation.jobs import Job, Mode, make_jobs
 from monkeyjump.evaluation.score import Prediction, Scorer, Sides
 from monkeyjump.tasks import Example
-from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.encode import EncodeCounts, Encoder
 
 
 @dataclass
@@ -20,19 +21,19 @@ class Memory:
     """
 
     _base: dict[Job, Prediction] = field(default_factory=dict)
-    _encoded: dict[Any, list[tuple[list[Example], list[Job], int, int]]] = field(default_factory=dict)
+    _encoded: dict[Any, list[tuple[list[Example], list[Job], EncodeCounts]]] = field(default_factory=dict)
 
     def jobs(self, encoder: Encoder, examples: list[Example], mode: Mode, *scored_by: Any) -> list[Job]:
         """The same as `make_jobs`, with its counts. `scored_by`: what else the answers depend on."""
         task, counts = examples[0].task, encoder.counts
         key = task, encoder.task_ids.get(task), encoder.max_length, encoder.answer_format, mode, *scored_by
-        for seen, jobs, dropped, truncated in self._encoded.setdefault(key, []):
+        for seen, jobs, known in self._encoded.setdefault(key, []):
             if seen == examples:
-                counts.dropped[task] += dropped
-                counts.truncated[task] += truncated
+                for name, count in vars(counts).items():
+                    count[task] += getattr(known, name)[task]
                 return jobs
         jobs = make_jobs(encoder, examples, mode)
-        self._encoded[key].append((examples, jobs, counts.dropped[task], counts.truncated[task]))
+        self._encoded[key].append((examples, jobs, deepcopy(counts)))
         return jobs
 
     def score(self, scorer: Scorer, lists: list[Future[list[Job]]], sides: Sides) -> dict[str, dict[Job, Prediction]]:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from monkeyjump.evaluation.metrics import Floats, Interval, percentile_interval
-from monkeyjump.evaluation.score import Prediction
+from monkeyjump.evaluation.score import NO_ANSWER, Prediction
+from monkeyjump.evaluation.shown import ShownAnswer
 from monkeyjump.record import jsonable, write_atomic
 from monkeyjump.tables import Bold, Table, csv_text
 
@@ -28,7 +29,6 @@ _MEASURES = ("base", "adapter", "difference")
 _ANSWERS = ("majority", "base_top", "adapter_top")  # shares; the answers are in fields of these names + "_answer"
 _SIDES = {"base": "the base model", "adapter": "the adapter"}
 _LEGEND = "major: score of the best constant answer; top: % of the answer given most often"
-NO_ANSWER = "(no valid answer)"  # counted as an answer of its own where no option was named
 _CONSTANT, _CONSTANT_ROWS = 0.9, 10  # a side that gives one answer in this share of at least so many rows is named
 
 
@@ -50,6 +50,7 @@ class ReportRow:
     difference_interval: Interval | None = None
     dropped: int = 0  # examples that did not fit even without context: not scored
     truncated: int = 0  # examples whose context was cut
+    unreadable: int = 0  # examples whose pictures or clips cannot be used: not scored
     majority: float | None = None  # share of the most frequent right answer; in a mean, the mean of the tasks' shares
     majority_answer: str | None = None
     base_top: float | None = None  # share of the answer that the base model gave most often
@@ -119,6 +120,7 @@ class EvaluationReport:
     overall: ReportRow
     settings: dict[str, Any] = field(default_factory=dict)
     predictions: dict[str, dict[str, list[Prediction]]] = field(default_factory=dict)
+    shown: dict[str, list[ShownAnswer]] = field(default_factory=dict)  # by task, of those with pictures: for the page
 
     @property
     def mean(self) -> float:
@@ -152,7 +154,7 @@ class EvaluationReport:
     def to_csv(self) -> str:
         plain = ["kind", "task", "family", "metric", "mode", "n"]
         names = [f"{m}{end}" for m in _MEASURES for end in ("", "_low", "_high")]
-        last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "dropped", "truncated"]
+        last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "dropped", "truncated", "unreadable"]
         lines: list[Any] = [[*plain, *names, *last]]
         for row in self.ordered():
             values: list[Any] = [getattr(row, name) for name in plain]
@@ -202,9 +204,11 @@ class EvaluationReport:
         """What the numbers leave out, in sentences."""
         dropped = [f"{row.task} {row.dropped} of {row.n + row.dropped}" for row in self.rows if row.dropped]
         truncated = [f"{row.task} {row.truncated} of {row.n}" for row in self.rows if row.truncated]
+        unreadable = [f"{row.task} {row.unreadable}" for row in self.rows if row.unreadable]
         generated = [row.task for row in self.rows if row.mode == "generate" != self.settings.get("mode", "generate")]
         sentences = {
             "These rows do not fit max_length and were not scored": dropped,
+            "These rows were not scored because their pictures or clips cannot be used": unreadable,
             "These rows lost a part of their context to fit max_length": truncated,
             "These tasks have rows without options and were scored in mode generate": generated,
         }

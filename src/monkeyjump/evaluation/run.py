@@ -23,8 +23,9 @@ from monkeyjump.evaluation.forward import short_collections
 from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.memory import Memory
-from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport, ReportRow, mean_rows
-from monkeyjump.evaluation.score import Prediction, Scorer, Sides
+from monkeyjump.evaluation.report import EvaluationReport, ReportRow, mean_rows
+from monkeyjump.evaluation.score import NO_ANSWER, Prediction, Scorer, Sides
+from monkeyjump.evaluation.shown import chosen_answers
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
@@ -91,20 +92,10 @@ def evaluate(
     from tqdm import tqdm
 
     settings = _settings(settings, changes)
-    chosen = [task for task in _tasks(tasks) if settings.split not in task.absent]
-    if not chosen:
-        raise ConfigError(f"split={settings.split!r}: none of the tasks has it. Name others, or another split.")
+    chosen = _tasks(tasks, settings)
     sides = _sides(model, settings.compare_base)
-    ids = _task_ids(model, chosen, settings)
+    encoder = _encoder(model, tokenizer, chosen, settings)
     examples = {task.name: _sample(task, settings) for task in chosen}
-    encoder = Encoder(
-        tokenizer,
-        ids,
-        max_length=settings.max_length,
-        answer_format=settings.format,
-        bad_media=settings.bad_media,
-        frames=settings.frames,
-    )
     memory = memory or Memory()
     total = sum(map(len, examples.values())) * len(sides)
     with tqdm(total=total, desc="evaluating", unit="example", disable=not settings.progress, leave=False) as bar:
@@ -118,7 +109,7 @@ def evaluate(
             found = memory.score(scorer, list(jobs.values()), sides)
         finally:
             pool.shutdown(cancel_futures=True)
-        bar.update(encoder.counts.dropped.total() * len(sides))
+        bar.update((encoder.counts.dropped + encoder.counts.unreadable).total() * len(sides))
     results = {
         name: {side: [predictions[job] for job in listed.result()] for side, predictions in found.items()}
         for name, listed in jobs.items()
@@ -126,10 +117,37 @@ def evaluate(
     rows, replicates = [], {}
     for task in chosen:
         row, replicates[task.name] = _row(task, examples[task.name], results[task.name], settings)
-        dropped, truncated = encoder.counts.dropped[task.name], encoder.counts.truncated[task.name]
-        rows.append(replace(row, dropped=dropped, truncated=truncated))
+        counts = {name: getattr(encoder.counts, name)[task.name] for name in ("dropped", "truncated", "unreadable")}
+        rows.append(replace(row, **counts))
     families, overall = mean_rows(rows, replicates)
-    return EvaluationReport(rows, families, overall, _described(model, settings), results)
+    shown = {task.name: chosen_answers(examples[task.name], results[task.name]) for task in chosen if task.media}
+    return EvaluationReport(rows, families, overall, _described(model, settings), results, shown)
+
+
+def encode_pictures(model: nn.Module, tokenizer: Any, tasks: Sequence[Task], memory: Memory, **changes: Any) -> None:
+    """Encode what `evaluate` will score of tasks with pictures, before a run trains: broken files stop it at once."""
+    settings, problems = _settings(None, changes), list[str]()
+    chosen = _tasks(tasks, settings)
+    encoder = _encoder(model, tokenizer, chosen, settings)
+    for task in (task for task in chosen if task.media):
+        rows = _sample(task, settings)
+        try:
+            memory.jobs(encoder, rows, _mode(rows, settings), settings.normalize_length)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems, title="bad data")
+
+
+def _encoder(model: nn.Module, tokenizer: Any, tasks: Sequence[Task], settings: EvaluationSettings) -> Encoder:
+    return Encoder(
+        tokenizer,
+        _task_ids(model, tasks, settings),
+        max_length=settings.max_length,
+        answer_format=settings.format,
+        bad_media=settings.bad_media,
+        frames=settings.frames,
+    )
 
 
 def _settings(settings: EvaluationSettings | None, changes: dict[str, Any]) -> EvaluationSettings:
@@ -145,12 +163,18 @@ def _settings(settings: EvaluationSettings | None, changes: dict[str, Any]) -> E
     return replace(settings or EvaluationSettings(), **changes)
 
 
-def _tasks(tasks: str | Sequence[str | Task]) -> list[Task]:
-    if isinstance(tasks, str):
-        return expand(tasks)
-    found = [task for entry in tasks for task in ([entry] if isinstance(entry, Task) else expand(entry))]
-    if not found:
+def _tasks(tasks: str | Sequence[str | Task], settings: EvaluationSettings) -> list[Task]:
+    given = [tasks] if isinstance(tasks, str) else tasks
+    found = [
+        task
+        for entry in given
+        for task in ([entry] if isinstance(entry, Task) else expand(entry, settings.bad_media))
+        if settings.split not in task.absent
+    ]
+    if not given:
         raise ConfigError("tasks: none named. Name at least one task or group, e.g. 'glue'.")
+    if not found:
+        raise ConfigError(f"split={settings.split!r}: none of the tasks has it. Name others, or another split.")
     return list({task.name: task for task in found}.values())
 
 
@@ -199,7 +223,7 @@ def _sides(model: nn.Module, compare_base: bool) -> Sides:
     return {**({"base": partial(without_adapter, model)} if compare_base else {}), "adapter": nullcontext}
 
 
-def _task_ids(model: nn.Module, tasks: list[Task], settings: EvaluationSettings) -> dict[str, int]:
+def _task_ids(model: nn.Module, tasks: Sequence[Task], settings: EvaluationSettings) -> dict[str, int]:
     trained = settings.task_ids if settings.task_ids is not None else getattr(model, TASK_IDS, None)
     if trained is None:
         return {task.name: index for index, task in enumerate(tasks)}

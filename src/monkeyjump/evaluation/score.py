@@ -36,6 +36,7 @@ from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.task import Example
 
+NO_ANSWER = "(no valid answer)"  # counted as an answer of its own where no option was named
 Sides = Mapping[str, Callable[[], AbstractContextManager[Any]]]  # what is scored, and what switches the model to it
 
 

@@ -52,7 +52,8 @@ def compare(
     if not seeds or not lrs:
         raise ConfigError("compare needs at least one seed and one learning rate.")
     writable_folder(output, "output")
-    look_at(expand(recipe.tasks), recipe.data.folder)  # the search does not open test, and would find it broken late
+    # the search does not open test, and would find it broken late
+    look_at(expand(recipe.tasks, recipe.data.bad_media), recipe.data.folder)
     rates = list(dict.fromkeys(lrs))
     comparison = Comparison(recipe, chosen, list(dict.fromkeys(seeds)), dict.fromkeys(chosen, rates))
     if jobs != 1:
@@ -142,7 +143,8 @@ def _tested(recipe: Recipe, shared: Shared) -> EvaluationReport:
     """The scores on test of the run of the search that won: its adapter is there, it need not be trained again."""
     base = shared.take(recipe)
     model, tokenizer = load_adapter(recipe.folder / "adapter", base=recipe.model, loaded=base)
-    report = score_on_test(model, tokenizer, expand(recipe.tasks), recipe, shared.memory)
+    tasks = expand(recipe.tasks, recipe.data.bad_media)
+    report = score_on_test(model, tokenizer, tasks, recipe, shared.memory)
     shared.give_back(model, base[1])
     return report
 

@@ -112,7 +112,8 @@ def _from_hub(name: str, revision: str | None) -> ResolvedModel:
     raise _problem(
         f"model {name!r} is not a local path and not in the Hugging Face cache, and the hub cannot be used "
         f"({why_unreachable()}).{did_you_mean(name, list(BUNDLED))} "
-        f"Go online once, pass a folder or a GGUF file, or use {DEFAULT_MODEL!r}, which needs only a package index."
+        f"Go online once (`hf download {name}`), pass a folder or a GGUF file, or use {DEFAULT_MODEL!r}, or for "
+        "pictures 'vlm-tiny', which need only a package index."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from monkeyjump.errors import ConfigError
@@ -76,19 +77,32 @@ def without_clips(config: Any) -> Any:
     """The class of a model's processor, for pictures alone."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    kind: Any = PROCESSOR_MAPPING[type(config)]
+    return _pictures_only(PROCESSOR_MAPPING[type(config)])
 
+
+@cache
+def _pictures_only(kind: Any) -> Any:
     class PicturesOnly(kind):
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != "video_processor"]
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Processes that prepare batches get a copy, and find the class by that of the model's processor."""
+            return _unpickled, (kind, vars(self))
+
     PicturesOnly.__name__ = kind.__name__  # under which it is saved
     return PicturesOnly
 
 
+def _unpickled(kind: Any, attributes: dict[str, Any]) -> Any:
+    processor = object.__new__(_pictures_only(kind))
+    vars(processor).update(attributes)
+    return processor
+
+
 class Frames:
-    """Clips for LLaVA-OneVision: each frame is resized like one of several pictures, without tiles."""
+    """Clips for LLaVA-OneVision: each frame is stretched to the size of a tile; pictures would get margins."""
 
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor
@@ -96,14 +110,16 @@ class Frames:
         self.model_input_names = ["pixel_values_videos"]
 
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> Any:
+        import torch
+        from PIL import Image
         from transformers import BatchFeature
 
         clips = videos if isinstance(videos[0], list | tuple) else [videos]
         found = []
+        size = self.image_processor.size["width"], self.image_processor.size["height"]
         for clip in clips:
-            several = [*clip, clip[-1]]  # one frame alone would be cut into tiles
+            several = [frame.resize(size, Image.Resampling.BICUBIC) for frame in clip]
+            several.append(several[-1])  # one frame alone would be cut into tiles
             pixels = self.image_processor(images=[several], return_tensors="pt")["pixel_values"]
             found.append(pixels[: len(clip), 0])
-        import torch
-
         return BatchFeature({"pixel_values_videos": torch.stack(found)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from monkeyjump.errors import ConfigError
@@ -14,7 +14,7 @@ from monkeyjump.tasks.hub import copy_of, how_to_get
 from monkeyjump.tasks.image import IMAGE14, IMAGE_TASKS
 from monkeyjump.tasks.load import describe_source, find_file
 from monkeyjump.tasks.mmt47 import MMT47_TASKS
-from monkeyjump.tasks.task import FileSource, GeneratedSource, HubSource, Task
+from monkeyjump.tasks.task import BadMedia, FileSource, GeneratedSource, HubSource, Task
 from monkeyjump.tasks.text import TEXT_TASKS
 from monkeyjump.tasks.video import VIDEO_TASKS
 
@@ -76,7 +76,7 @@ def get(name: str) -> Task:
     return _TASKS.get(name)
 
 
-def expand(wanted: str | Iterable[str]) -> list[Task]:
+def expand(wanted: str | Iterable[str], bad_media: BadMedia = "raise") -> list[Task]:
     """Tasks from names, groups and YAML files ("glue", "boolq,piqa", ["my.yaml"]), each once, all bad names at once."""
     parts = wanted.split(",") if isinstance(wanted, str) else wanted
     found: dict[str, Task] = {}
@@ -93,7 +93,7 @@ def expand(wanted: str | Iterable[str]) -> list[Task]:
         raise ConfigError(problems, title="unknown task")
     if not found:
         raise ConfigError("tasks: none named. Name at least one task or group, e.g. 'glue'.")
-    return list(found.values())
+    return [task if task.bad_media == bad_media else replace(task, bad_media=bad_media) for task in found.values()]
 
 
 def describe(data_dir: str | Path | None = None, tasks: Iterable[Task] | None = None) -> list[TaskState]:

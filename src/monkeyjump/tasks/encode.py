@@ -14,7 +14,7 @@ import numpy as np
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import cache
-from monkeyjump.tasks.media import Media
+from monkeyjump.tasks.media import BadMediaError, Media
 from monkeyjump.tasks.pictures import FRAMES, Pictures
 from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, Example
 
@@ -23,6 +23,7 @@ _MARK = "<the message>"
 # a message with whatever a template may change
 _UNUSUAL = "\"{{ 'é' }}\" <b>&amp;</b>\n\n\tB: </think> [INST] \\ %s 1,000.00 " * 500 + "end"
 _WORTH_KEEPING = 200  # prompts that are kept on disk once they are tokenized
+_SHOWN_PROBLEMS = 3  # bad pictures that are told; the others are counted
 _CHUNK = 1024  # rows tokenized in one call: the tokenizer works in parallel inside
 
 
@@ -164,18 +165,31 @@ class Encoder:
                 f"task {examples[0].task!r} shows pictures, and the model reads none. Use one that does (vlm-tiny runs "
                 "anywhere), or leave the task out."
             )
-        if shown and self.pictures is not None:
-            self.pictures.measure(shown, examples[0].task)
+        bad = self._bad(examples)
         texts = [self.prompt_text(example) for example in examples]
-        return [self._prompt(*each) for each in zip(examples, texts, self._ids(texts), strict=True)]
+        return [self._prompt(*each) for each in zip(examples, texts, self._ids(texts), bad, strict=True)]
 
-    def _prompt(self, example: Example, text: str, ids: list[int]) -> list[int] | None:
+    def _prompt(self, example: Example, text: str, ids: list[int], bad: bool) -> list[int] | None:
+        if bad:
+            self.counts.unreadable[example.task] += 1
+            return None
         if example.media and self.pictures is not None:
-            if self.bad_media == "drop" and not self.pictures.readable(example.media):
-                self.counts.unreadable[example.task] += 1
-                return None
             ids = self.pictures.ids(text, ids, example.media)
         return self._fit(example, ids)
+
+    def _bad(self, examples: Sequence[Example]) -> list[bool]:
+        """Which examples are left out because of their pictures. Where that was not asked for, they are one error."""
+        if self.pictures is None:
+            return [False] * len(examples)
+        self.pictures.measure((media for example in examples for media in example.media), examples[0].task)
+        found = [self.pictures.problem(each.media, each.prompt(self.answer_format)) for each in examples]
+        told = [f"task {each.task!r}: {problem}" for each, problem in zip(examples, found, strict=True) if problem]
+        if told and self.bad_media == "raise":
+            told = list(dict.fromkeys(told))
+            more = len(told) - _SHOWN_PROBLEMS
+            told[_SHOWN_PROBLEMS:] = [f"{more} more rows like these are bad."] if more > 0 else []
+            raise BadMediaError(told)
+        return [problem is not None for problem in found]
 
     def _prompt_with(self, example: Example, context: str) -> list[int]:
         text = self.prompt_text(example, context=context)

@@ -36,7 +36,7 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
 
     if source.unpack and copy is None:
         raise ConfigError(
-            f"task {task.name!r}: pictures and clips of {source.id!r} are in archives, which must be unpacked: "
+            f"task {task.name!r} of {source.id!r}: pictures and clips are in archives, which must be unpacked: "
             f"{how_to_get(source)}",
             title="data not available",
         )
@@ -61,13 +61,15 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
             name, source.config, split=source.splits[split], revision=revision, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError) as error:  # datasets raises any of these for what is not there
-        network = "" if copy or hub_reachable() else f" The hub cannot be used: {why_unreachable()}."
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"task {task.name!r}: {source.id!r} did not load from {copy or 'the hub'} ({reason}).{network} "
-            f"{'Download it again' if copy else 'Go online once'}, or pass {folder}.",
-            title="data not available",
-        ) from error
+        advice = "Download it again" if copy else "Look at its page on the hub"
+        problem = f"did not load from {copy or 'the hub'} ({reason}). {advice}, or pass {folder}."
+        if not copy and not hub_reachable():
+            problem = (
+                f"did not load from the hub, which cannot be used ({why_unreachable()}), and is not in its cache. Go "
+                "online once, or say --data DIR with DIR/TASK/train.jsonl and test.jsonl."
+            )
+        raise ConfigError(f"task {task.name!r} of {source.id!r}: {problem}", title="data not available") from error
     rows = _undecoded(rows) if task.media else rows
     if not source.held_out:
         return rows

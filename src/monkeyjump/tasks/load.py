@@ -175,8 +175,9 @@ def origin(
             source = _code(task.source.generate), seed
         else:
             return None
-        form = (task.name, task.fields, task.metric, task.modality, task.media, media_folder(task, split, data_dir))
-        parts = (*form, _code(task.render), _code(task.kind), source, split, own_validation, validation_fraction)
+        form = (task.name, task.fields, task.metric, task.modality, task.media, task.bad_media)
+        code = (_code(task.render), _code(task.kind), media_folder(task, split, data_dir))
+        parts = (*form, *code, source, split, own_validation, validation_fraction)
     except _UnknownCodeError:
         return None
     return cache.key(_package_code(), *parts)

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +25,7 @@ from monkeyjump.tasks.cells import missing, opened
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+LEAVE_OUT = "leave its row out (data.bad_media=drop does so with all such rows)"
 MediaKind = Literal["image", "video"]
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -52,8 +53,8 @@ class Media:
 class BadMediaError(ConfigError):
     """A picture or clip that cannot be used: which one, why, and what to do."""
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem, title="bad data")
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        super().__init__(problems, title="bad data")
 
 
 def identity(media: Media) -> str:
@@ -147,8 +148,8 @@ def open_image(media: Media) -> Image:
             return _rgb(_upright(image, Image), Image)
     except Image.DecompressionBombError as error:
         raise BadMediaError(
-            f"image {media.name} has more than {Image.MAX_IMAGE_PIXELS:,} pixels. Scale it down, or set "
-            "PIL.Image.MAX_IMAGE_PIXELS if you trust it."
+            f"image {media.name} has more than {Image.MAX_IMAGE_PIXELS:,} pixels. Scale it down, set "
+            f"PIL.Image.MAX_IMAGE_PIXELS if you trust it, or {LEAVE_OUT}."
         ) from error
     except Exception as error:  # decoders of damaged files raise almost anything
         raise _unreadable(media, error) from error
@@ -197,7 +198,7 @@ def read_frames(media: Media, count: int) -> list[Image]:
             total = decoded  # packets that give no frame
     except (av.error.FFmpegError, OSError, ValueError, IndexError) as error:
         raise _unreadable(media, error) from error
-    raise BadMediaError(f"video {media.name} has no frames. Leave its row out, or make the file again.")
+    raise BadMediaError(f"video {media.name} has no frames. Make the file again, or {LEAVE_OUT}.")
 
 
 def _packets(av: Any, media: Media) -> int:
@@ -230,7 +231,7 @@ def _unreadable(media: Media, error: Exception) -> BadMediaError:
     reason = re.sub(r"[: ]+(<[^<]*>|'[^']*')$", "", said.splitlines()[0])  # the file, which is named already
     return BadMediaError(
         f"{media.kind} {media.name} cannot be read ({reason}). The file may be damaged or incomplete: "
-        "get it again, or leave its row out."
+        f"get it again, or {LEAVE_OUT}."
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import cache
-from monkeyjump.tasks.media import BadMediaError, Media, identity, open_image, read_frames
+from monkeyjump.tasks.media import LEAVE_OUT, BadMediaError, Media, identity, open_image, read_frames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +53,6 @@ class Pictures:
             return self._whole(text, sizes)
         placeholder, found = known
         places = _places(short, placeholder)
-        if len(places) != len(media):
-            raise ConfigError(
-                f"a prompt holds {len(places)} places for pictures and comes with {len(media)}: the text of the row "
-                f"contains one of {placeholder}, which stand for pictures. Take it out of the row."
-            )
         return short[: places[0]] + found + short[places[-1] + 1 :]
 
     def _learned(self, text: str, short: list[int], sizes: tuple) -> tuple[list[int], list[int]] | None:
@@ -92,9 +87,12 @@ class Pictures:
             ) from error
 
     def _placeholders(self) -> list[int]:
+        return [self.processor.tokenizer.convert_tokens_to_ids(token) for token in self._tokens()]
+
+    def _tokens(self) -> list[str]:
+        """What stands for pictures and clips in a prompt."""
         names = ("boi_token", "image_token", "video_token")
-        tokens = [getattr(self.processor, name, None) for name in names]
-        return [self.processor.tokenizer.convert_tokens_to_ids(str(token)) for token in tokens if token]
+        return [str(token) for name in names if (token := getattr(self.processor, name, None))]
 
     # -- files ----------------------------------------------------------------------------------
 
@@ -135,8 +133,15 @@ class Pictures:
             return error
         return image.size
 
-    def readable(self, media: Sequence[Media]) -> bool:
-        return not any(isinstance(self._sizes.get(each), BadMediaError) for each in media)
+    def problem(self, media: Sequence[Media], message: str) -> str | None:
+        """What is wrong with a row: a file that cannot be read, or a text in which a picture seems to stand."""
+        if token := next((token for token in self._tokens() if token in message), None):
+            return (
+                f"a text contains {token!r}, which stands for a picture or clip in prompts of this model, beside the "
+                f"{len(media)} that its row has. Take it out of the text, or {LEAVE_OUT}."
+            )
+        sizes = (self._sizes.get(each) for each in media)
+        return next((size.problems[0] for size in sizes if isinstance(size, BadMediaError)), None)
 
     # -- as tensors -----------------------------------------------------------------------------
 
@@ -158,10 +163,12 @@ class Pictures:
         names = self.accepts & {"token_type_ids", "mm_token_type_ids"}
         if not names:
             return {}
-        image, video = (getattr(self.processor, f"{kind}_token_id", None) for kind in ("image", "video"))
         kinds = input_ids.new_zeros(input_ids.shape)
-        for kind, token in ((1, image), (2, video)):
-            kinds = kinds if token is None else kinds.masked_fill(input_ids == token, kind)
+        for kind, name in ((1, "image"), (2, "video")):
+            # Gemma's `image_token_id` is what stands in the text; its `image_token_ids` are what takes its place.
+            single = [getattr(self.processor, f"{name}_token_id", None)]
+            for token in getattr(self.processor, f"{name}_token_ids", single):
+                kinds = kinds if token is None else kinds.masked_fill(input_ids == token, kind)
         return dict.fromkeys(names, kinds)
 
     def _clips(self, clips: list[Any]) -> list[Any]:

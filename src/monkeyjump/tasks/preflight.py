@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -89,8 +90,21 @@ def look_at(
             looks.append(look)
             problems += [problem for problem in found if problem not in problems]  # splits may share a file
     if problems:
-        raise ConfigError(problems, title="bad data")
+        raise ConfigError(_by_task(problems), title="bad data")
     return looks
+
+
+def _by_task(problems: Iterable[str]) -> list[str]:
+    """One problem for all tasks of which the same is said."""
+    tasks: dict[str, list[str]] = {}
+    for problem in problems:
+        about = re.match(r"task '(\w+)'( of '[^']+')?: ", problem)
+        tasks.setdefault(problem[about.end() :] if about else problem, []).append(about[0] if about else "")
+    found = []
+    for said, starts in tasks.items():
+        names = [start.split("'")[1] for start in starts if start]
+        found.append((f"tasks {', '.join(names)}: " if len(names) > 1 else starts[0]) + said)
+    return found
 
 
 def _looked(
@@ -123,7 +137,8 @@ def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options
         for number, row in islice(rows, most):
             try:
                 example = task.example(row, number, folder)
-                problems += _unreadable(example) if len(good).bit_count() < 2 else []
+                if task.bad_media == "raise" and len(good).bit_count() < 2:
+                    problems += _unreadable(example)
                 # beyond those that are kept, bytes of pictures would only fill the memory
                 good.append(example if len(good) < _KEPT else replace(example, media=()))
             except ConfigError as error:

@@ -15,6 +15,7 @@ Split = Literal["train", "validation", "test"]
 AnswerFormat = Literal["letter", "text"]
 Metric = Literal["accuracy", "spearman", "exact_match", "relaxed_accuracy", "vqa_accuracy"]
 Modality = Literal["text", "image", "video"]
+BadMedia = Literal["raise", "drop"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 ANSWER_FORMATS: tuple[AnswerFormat, ...] = ("letter", "text")
@@ -142,15 +143,14 @@ class Task:
     media: tuple[str, ...] = ()  # columns that hold the pictures or clips, at least one of them in every row
     kind: Callable[[Row], Modality] | None = None  # where rows of one task differ: what this one has
     absent: tuple[Split, ...] = ()  # splits that do not exist and are passed over
+    bad_media: BadMedia = "raise"  # drop: a row without its pictures gets one that nobody can read, and is left out
 
     def example(self, row: Row, number: int = 1, folder: Path | None = None) -> Example:
         """Render one row; `number` counts rows from 1, for error messages; paths of pictures count from `folder`."""
         self._check_columns(row, number)
         try:
-            media = self._media(row, folder)
+            media = self._media(row, number, folder)
             example = replace(self.render(row), task=self.name, metric=self.metric, media=media)
-        except BadMediaError as error:
-            raise BadMediaError(f"task {self.name!r}, row {number}: {error.problems[0]}") from error
         except BadLabelError as error:
             raise self._problem(f"row {number}: {error}. Correct the row, or the task's options.") from error
         if example.options and not 0 <= example.label < len(example.options):
@@ -163,16 +163,20 @@ class Task:
     def examples(self, rows: Iterable[Row]) -> list[Example]:
         return [self.example(row, number) for number, row in enumerate(rows, start=1)]
 
-    def _media(self, row: Row, folder: Path | None) -> tuple[Media, ...]:
+    def _media(self, row: Row, number: int, folder: Path | None) -> tuple[Media, ...]:
         kind = self.kind(row) if self.kind else self.modality
         if kind == "text":
             return ()
-        found = tuple(media for column in self.media for media in media_in(lookup(row, column), kind, folder))
-        if not found:
-            raise BadMediaError(
-                f"there is no {kind} in {' or '.join(map(repr, self.media))}. Fill the cell, or leave the row out."
-            )
-        return found
+        try:
+            found = tuple(media for column in self.media for media in media_in(lookup(row, column), kind, folder))
+            if found:
+                return found
+            columns = " or ".join(map(repr, self.media))
+            raise BadMediaError(f"there is no {kind} in {columns}. Fill the cell, or leave the row out.")
+        except BadMediaError as error:
+            if self.bad_media == "drop":
+                return (Media(kind, b""),)
+            raise BadMediaError(f"task {self.name!r}, row {number}: {error.problems[0]}") from error
 
     def _check_columns(self, row: Row, number: int) -> None:
         missing = [

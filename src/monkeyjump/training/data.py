@@ -151,6 +151,6 @@ def _report_encoding(encoder: Encoder) -> None:
     for name, count in encoder.counts.truncated.items():
         say(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
     for name, count in encoder.counts.unreadable.items():
-        say(f"{name}: {count} training rows were left out because their pictures or clips cannot be read")
+        say(f"{name}: {count} training rows were left out because their pictures or clips cannot be used")
     for name, count in encoder.counts.dropped.items():
         say(f"{name}: {count} training texts did not fit max_length even without context and were left out")

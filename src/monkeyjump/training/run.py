@@ -17,7 +17,7 @@ from transformers import set_seed
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.evaluation.memory import Memory
-from monkeyjump.evaluation.run import EvaluationReport, evaluate
+from monkeyjump.evaluation.run import EvaluationReport, encode_pictures, evaluate
 from monkeyjump.tasks import Task, expand
 from monkeyjump.tasks.preflight import SplitLook, look_at, origins
 from monkeyjump.tasks.task import SPLITS
@@ -71,7 +71,8 @@ def run(
     """
     ranks = PartialState(cpu=not torch.cuda.is_available())
     # every problem of the recipe and of the data before anything of an earlier run is touched
-    tasks, config = expand(recipe.tasks), methods.build(recipe.method, recipe.preset, **recipe.adapter)
+    tasks = expand(recipe.tasks, recipe.data.bad_media)
+    config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
     check_loggers(recipe.train.report_to)
     if not ranks.is_main_process:
         checkpoint = last_checkpoint(recipe.folder / "checkpoints") if resume else None
@@ -102,6 +103,8 @@ def _run(
     on_gpu = torch.cuda.is_available()
     settings = FastSettings.of_recipe(recipe, on_gpu, ranks.num_processes)
     batches = training_data(recipe, tasks, tokenizer, settings)
+    for scoring in (_validation(recipe), *([_test(recipe)] if test else [])):
+        encode_pictures(model, tokenizer, tasks, shared.memory, **scoring)
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
@@ -175,17 +178,19 @@ def score_on_test(
     model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory | None = None
 ) -> EvaluationReport:
     """Scores on the test split, as the recipe wants them."""
+    before = recipe.evaluate.before
     return evaluate(
-        model,
-        tokenizer,
-        tasks,
-        split="test",
-        limit=recipe.evaluate.test_limit,
-        compare_base=recipe.evaluate.before,
-        memory=memory,
-        progress=is_main_rank(),
-        **_scoring(recipe),
+        model, tokenizer, tasks, memory=memory, compare_base=before, progress=is_main_rank(), **_test(recipe)
     )
+
+
+def _test(recipe: Recipe) -> dict[str, Any]:
+    return {"split": "test", "limit": recipe.evaluate.test_limit, **_scoring(recipe)}
+
+
+def _validation(recipe: Recipe) -> dict[str, Any]:
+    limits = [n for n in (recipe.evaluate.validation_limit, recipe.data.validation) if n is not None]
+    return {"split": "validation", "limit": min(limits), **_scoring(recipe)}
 
 
 def _scoring(recipe: Recipe) -> dict[str, Any]:
@@ -202,18 +207,7 @@ def _scoring(recipe: Recipe) -> dict[str, Any]:
 
 
 def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory) -> dict[str, float]:
-    limits = [n for n in (recipe.evaluate.validation_limit, recipe.data.validation) if n is not None]
-    report = evaluate(
-        model,
-        tokenizer,
-        tasks,
-        split="validation",
-        limit=min(limits),
-        compare_base=False,
-        memory=memory,
-        progress=False,
-        **_scoring(recipe),
-    )
+    report = evaluate(model, tokenizer, tasks, memory=memory, compare_base=False, progress=False, **_validation(recipe))
     return {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
 
 
