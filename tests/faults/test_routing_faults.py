@@ -154,7 +154,7 @@ def test_b06_a_sequence_is_routed_once_not_at_every_decode_step() -> None:
                 seen.append(gates[:, -1])
             record(block, adapter, names, gates, *rest)
 
-        trace.record = spy  # type: ignore[method-assign]
+        trace.record = spy  # type: ignore[method-assign, assignment]
         model.generate(input_ids=token_ids(2, 5), max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert len(seen) == 5
     for gates in seen[1:]:

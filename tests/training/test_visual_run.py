@@ -201,7 +201,12 @@ def test_kept_features_are_those_of_the_tower(
     monkeypatch.setenv("MONKEYJUMP_CACHE", str(tmp_path / "cache"))
     found, made = {}, []
     compute = Features._computed
-    monkeypatch.setattr(Features, "_computed", lambda *args: made.append(1) or compute(*args))
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return compute(*args)
+
+    monkeypatch.setattr(Features, "_computed", counted)
     for name, keep in (("pixels", False), ("features", True), ("again", True)):
         words = [f"output={tmp_path / name}", f"data.keep_features={str(keep).lower()}"]
         run(load_recipe(str(recipe_file), words), test=False)
