@@ -12,6 +12,8 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 
 import monkeyjump as mj
+from monkeyjump.analysis.plots import plot_usage
+from monkeyjump.analysis.usage import expert_usage
 from monkeyjump.routing.granularity import balanced
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from tests.helpers import REORDERED, assert_same, gradients
@@ -143,6 +145,24 @@ def test_loads_by_kind() -> None:
     assert trace.load("0", kind="video").share == [0, 0, 0]
     with pytest.raises(mj.ConfigError, match="kind='sound'"):
         trace.load("0", kind="sound")
+
+
+def test_usage_by_kind_is_drawn_beside_the_tasks(tmp_path: Path) -> None:
+    model = adapted(top_k=1)
+    usage = expert_usage(
+        model, {"one": [batch(OV)], "two": [batch(OV, seed=1), {"input_ids": torch.ones(1, 4).long()}]}
+    )
+    assert usage.kinds is not None
+    assert usage.kinds.tasks == ["text", "image"]
+    with mj.record_routing(model) as trace, torch.no_grad():
+        model(**batch(OV))
+    image = [usage.kinds.loads["image"]["0"].share, trace.load("0", kind="image").share]
+    with mj.record_routing(model) as trace, torch.no_grad():
+        model(**batch(OV, seed=1))
+    other = trace.load("0", kind="image").share
+    assert image[0] == pytest.approx([(a + b) / 2 for a, b in zip(image[1], other, strict=True)])
+    assert set(usage.to_dict()["kinds"]) == {"text", "image"}
+    assert plot_usage(usage, tmp_path / "usage.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("changes", [{}, {"granularity": "sequence"}, {"route_space": "centered"}])

@@ -25,6 +25,7 @@ def _pyplot():
 def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump") -> Path:
     """The mean share of each expert over tasks, block by block, and how each task deviates from it.
 
+    Of a model that reads pictures, the shares of each kind of token stand between the two.
     Blocks go down, routed projections across. Tasks share most of their routing, so only deviations tell them apart.
     """
     pyplot = _pyplot()
@@ -34,18 +35,22 @@ def plot_usage(usage: ExpertUsage, path: Path, title: str = "Where tokens jump")
         )
     shares, deviations = usage.shares, usage.deviations
     several = len(usage.tasks) > 1
-    panels = ["mean of the tasks", *usage.tasks] if several else usage.tasks
+    kinds = {} if usage.kinds is None else dict(zip(usage.kinds.tasks, usage.kinds.shares, strict=True))
+    first = {"mean of the tasks" if several else usage.tasks[0]: shares.mean(0)}
+    first |= {f"{kind} tokens": values for kind, values in kinds.items()}
+    panels = [*first, *(usage.tasks if several else [])]
     columns = len(panels) if len(panels) <= 6 else min((6, 5, 4), key=lambda count: -len(panels) % count)
     rows = -(-len(panels) // columns)
     size = (1.6 * columns + 2.2, rows * max(2.6, 0.16 * len(usage.blocks) + 1.0))
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
-    brightest = max(0.5, np.nanmax(shares))
-    image = _panel(axes.flat[0], panels[0], usage, shares.mean(0), vmin=0, vmax=brightest, cmap="viridis")
+    brightest = max(0.5, *(np.nanmax(values) for values in (shares, *kinds.values())))
+    for axis, (name, values) in zip(axes.flat, first.items(), strict=False):
+        image = _panel(axis, name, usage, values, vmin=0, vmax=brightest, cmap="viridis")
     _color_bar(figure, axes, image, "share of jumps")
     if several:
         largest = np.nanmax(np.abs(deviations))
         limit = max(largest, 0.1)  # the colours of a picture without differences do not magnify rounding errors
-        for axis, task, deviation in zip(axes.flat[1:], usage.tasks, deviations, strict=False):
+        for axis, task, deviation in zip(axes.flat[len(first) :], usage.tasks, deviations, strict=False):
             image = _panel(axis, task, usage, deviation, vmin=-limit, vmax=limit, cmap="RdBu_r")
         _color_bar(figure, axes, image, "deviation, percentage points")
         title += f"\nlargest deviation of a task from the mean: {largest:.1f} points"

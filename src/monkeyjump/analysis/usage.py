@@ -17,9 +17,10 @@ from monkeyjump.tuner.trace import ExpertLoad, record_routing
 
 @dataclass
 class ExpertUsage:
-    """Loads by task and block: `loads[task][block]`."""
+    """Loads by task and block, `loads[task][block]`; of a model that reads pictures also by kind of token."""
 
     loads: dict[str, dict[str, ExpertLoad]]
+    kinds: ExpertUsage | None = None  # the same with kinds of tokens in the place of tasks
 
     @property
     def tasks(self) -> list[str]:
@@ -72,6 +73,7 @@ class ExpertUsage:
             "mean_gate": self.mean_gate,
             "dead_experts": self.dead,
             "loads": asdict(self)["loads"],
+            **({} if self.kinds is None else {"kinds": asdict(self.kinds)["loads"]}),
         }
 
 
@@ -82,7 +84,7 @@ def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torc
     decoder_only = not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     was_training = model.training
     model.eval()
-    loads = {}
+    loads, by_kind = {}, dict[str, list[dict[str, ExpertLoad]]]()
     for task, task_batches in batches.items():
         if not task_batches:  # a task without a row that fits went nowhere
             continue
@@ -93,5 +95,24 @@ def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torc
                 inputs.pop("labels" if "prompt_lengths" in inputs and decoder_only else "logits_to_keep", None)
                 model(**inputs)
         loads[task] = {block: trace.load(block) for block in trace.blocks()}
+        for kind in trace.kinds():
+            by_kind.setdefault(kind, []).append({block: trace.load(block, kind=kind) for block in trace.blocks()})
     model.train(was_training)
-    return ExpertUsage(loads)
+    kinds = {kind: _mean(found) for kind, found in by_kind.items()}
+    return ExpertUsage(loads, ExpertUsage(kinds) if kinds else None)
+
+
+def _mean(found: list[dict[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
+    """The mean over tasks, block by block."""
+
+    def mean(rows: list[list[float]]) -> list[float]:
+        return np.mean(rows, 0).tolist()
+
+    return {
+        block: ExpertLoad(
+            load.experts,
+            mean([loads[block].share for loads in found]),
+            mean([loads[block].mean_gate for loads in found]),
+        )
+        for block, load in found[0].items()
+    }
