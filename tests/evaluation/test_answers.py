@@ -13,7 +13,7 @@ from monkeyjump.evaluation.answers import (
     vqa_accuracy,
     vqa_normalize,
 )
-from monkeyjump.evaluation.run import task_score
+from monkeyjump.evaluation.rows import task_score
 from monkeyjump.evaluation.score import Prediction
 from monkeyjump.tasks import Example
 

@@ -15,7 +15,8 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import metrics
 from monkeyjump.evaluation.answers import normalize
 from monkeyjump.evaluation.report import NO_ANSWER, EvaluationReport
-from monkeyjump.evaluation.run import evaluate, load_adapter, task_score
+from monkeyjump.evaluation.rows import task_score
+from monkeyjump.evaluation.run import evaluate, load_adapter
 from monkeyjump.evaluation.score import Prediction, predict
 from monkeyjump.tasks import expand, load_examples
 from monkeyjump.tasks.encode import Encoder

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import random
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,24 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import nn
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation import metrics
-from monkeyjump.evaluation.answers import normalize
 from monkeyjump.evaluation.forward import short_collections
 from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.evaluation.memory import Memory
-from monkeyjump.evaluation.report import EvaluationReport, ReportRow, mean_rows
-from monkeyjump.evaluation.score import NO_ANSWER, Prediction, Scorer, Sides
+from monkeyjump.evaluation.report import EvaluationReport, mean_rows
+from monkeyjump.evaluation.rows import task_row
+from monkeyjump.evaluation.score import Scorer, Sides
 from monkeyjump.evaluation.shown import chosen_answers
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.pictures import FRAMES
-from monkeyjump.tasks.task import ANSWER_FORMATS, LETTERS, AnswerFormat
+from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat
 
 __all__ = ["EvaluationReport", "EvaluationSettings", "evaluate", "has_adapter", "load_adapter", "without_adapter"]
 
@@ -116,7 +112,9 @@ def evaluate(
     }
     rows, replicates = [], {}
     for task in chosen:
-        row, replicates[task.name] = _row(task, examples[task.name], results[task.name], settings)
+        row, replicates[task.name] = task_row(
+            task, examples[task.name], results[task.name], _mode(examples[task.name], settings), settings.seed
+        )
         counts = {name: getattr(encoder.counts, name)[task.name] for name in ("dropped", "truncated", "unreadable")}
         rows.append(replace(row, **counts))
     families, overall = mean_rows(rows, replicates)
@@ -246,93 +244,3 @@ def _described(model: nn.Module, settings: EvaluationSettings) -> dict[str, Any]
         del shown[name]
     name = str(getattr(config, "_name_or_path", "") or type(model).__name__)
     return {"model": Path(name).name if Path(name).is_absolute() else name, **shown, "answer_format": settings.format}
-
-
-# -- numbers ------------------------------------------------------------------------------------
-
-
-def task_score(metric: str, predictions: Sequence[Prediction]) -> float:
-    """The task's metric. A constant prediction ranks nothing, so its rank correlation counts as 0."""
-    if metric != "spearman":
-        return metrics.mean([prediction.credit for prediction in predictions])
-    predicted, gold = _numbers(predictions)
-    found = metrics.spearman(predicted, gold)
-    return 0.0 if math.isnan(found) and len(set(gold)) > 1 else found
-
-
-def _numbers(predictions: Sequence[Prediction]) -> tuple[list[float], list[float]]:
-    """Predicted and gold numbers; an answer without a number counts as the mean of the others."""
-    said = [prediction.value for prediction in predictions if prediction.value is not None]
-    middle = metrics.mean(said) if said else 0.0
-    predicted = [middle if prediction.value is None else prediction.value for prediction in predictions]
-    return predicted, [float(prediction.gold_value or 0.0) for prediction in predictions]
-
-
-def _frequent_answers(
-    metric: str, examples: Sequence[Example], sides: Mapping[str, Sequence[Prediction]]
-) -> dict[str, Any]:
-    """The most frequent right answer and the most frequent answer of each side, as fields of a row."""
-    found: dict[str, Any] = {}
-    same_options = len({example.options for example in examples}) == 1
-    for side, predictions in sides.items():
-        pairs = [_answer_texts(examples[p.index], p, same_options) for p in predictions]
-        found[f"{side}_top_answer"], found[f"{side}_top"] = metrics.most_frequent([said for said, _ in pairs])
-        if metric != "spearman":  # a constant ranks nothing, so that there is no score of one
-            found["majority_answer"], found["majority"] = metrics.most_frequent([right for _, right in pairs])
-    return found
-
-
-def _answer_texts(example: Example, prediction: Prediction, same_options: bool) -> tuple[str, str]:
-    """The given and the right answer as they are counted.
-
-    Rows that share their options are counted by the option's text, others by its letter, free answers by their
-    normalised text.
-    """
-    if not example.options:
-        return normalize(prediction.text or ""), normalize(example.free_answer)
-    names = example.options if same_options or not example.lettered else LETTERS
-    if prediction.predicted >= 0:
-        return names[prediction.predicted], names[example.label]
-    # A generated number counts in a rank correlation even where it is none of the options.
-    return NO_ANSWER if prediction.value is None else f"{prediction.value:g}", names[example.label]
-
-
-def _replicates(metric: str, sides: Mapping[str, Sequence[Prediction]], seed: int) -> dict[str, metrics.Floats]:
-    """Both sides are resampled with the same draws, so that their difference is one of pairs."""
-    if not all(sides.values()):
-        return {side: np.full(metrics.RESAMPLES, math.nan) for side in sides}
-    if metric != "spearman":
-        credits = [[prediction.credit for prediction in predictions] for predictions in sides.values()]
-        return dict(zip(sides, metrics.resampled_means(credits, seed), strict=True))
-    pairs = {side: _numbers(predictions) for side, predictions in sides.items()}
-    constant, resampled = np.zeros(metrics.RESAMPLES), metrics.resampled_spearman
-    return {
-        side: constant if len(set(said)) == 1 else resampled(said, gold, seed) for side, (said, gold) in pairs.items()
-    }
-
-
-def _row(
-    task: Task, examples: Sequence[Example], sides: Mapping[str, list[Prediction]], settings: EvaluationSettings
-) -> tuple[ReportRow, dict[str, metrics.Floats]]:
-    replicates = _replicates(task.metric, sides, settings.seed + zlib.crc32(task.name.encode()))
-    scores = {side: task_score(task.metric, found) for side, found in sides.items()}
-    intervals = {
-        side: metrics.percentile_interval(replicates[side])
-        if task.metric in ("spearman", "vqa_accuracy")
-        else metrics.wilson(sum(prediction.credit for prediction in found), len(found))
-        for side, found in sides.items()
-    }
-    row = ReportRow(
-        kind="task",
-        task=task.name,
-        family=task.family,
-        metric=task.metric,
-        mode=_mode(examples, settings),
-        n=len(next(iter(sides.values()))),
-        base=scores.get("base"),
-        adapter=scores.get("adapter"),
-        base_interval=intervals.get("base"),
-        adapter_interval=intervals.get("adapter"),
-        **_frequent_answers(task.metric, examples, sides),
-    )
-    return row.with_difference(replicates), replicates
