@@ -63,8 +63,7 @@ def _drawn(rng: random.Random, name: str, options: tuple[str, ...]) -> dict[str,
     from PIL import Image, ImageDraw
 
     label = rng.randrange(len(options))
-    light = tuple(rng.randint(225, 255) for _ in range(3))
-    image = Image.new("RGB", (SIDE, SIDE), light)
+    image = Image.new("RGB", (SIDE, SIDE), (rng.randint(225, 255),) * 3)
     draw = ImageDraw.Draw(image)
     figure = options[label] if name == "figure" else rng.choice(FIGURES)
     paint = options[label] if name == "paint" else rng.choice(list(PAINTS))
