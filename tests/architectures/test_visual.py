@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import monkeyjump as mj
 from monkeyjump.analysis.plots import plot_usage
 from monkeyjump.analysis.usage import expert_usage
 from monkeyjump.routing.granularity import balanced
+from monkeyjump.tasks.media import Media
+from monkeyjump.training.features import Features
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from tests.helpers import REORDERED, assert_same, gradients
-from tests.visual import IMAGE, MODELS, VIDEO, batch, llava_onevision
+from tests.visual import IMAGE, MODELS, VIDEO, batch, llava_onevision, pictures
 
 OV = "llava_onevision"
 
@@ -163,6 +166,42 @@ def test_usage_by_kind_is_drawn_beside_the_tasks(tmp_path: Path) -> None:
     assert image[0] == pytest.approx([(a + b) / 2 for a, b in zip(image[1], other, strict=True)])
     assert set(usage.to_dict()["kinds"]) == {"text", "image"}
     assert plot_usage(usage, tmp_path / "usage.png").stat().st_size > 10_000
+
+
+class Shown:
+    """Stands for `Pictures`: a medium is a number, and its pixels follow from it."""
+
+    accepts: frozenset[str] = frozenset()
+    frames, processor = 1, SimpleNamespace(image_processor="")
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def tensors(self, rows: list[list[Media]]) -> dict[str, Tensor]:
+        found = [pictures(self.model, 1, int(media.content)) for row in rows for media in row]
+        return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_kept_features_give_the_same_logits(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONKEYJUMP_CACHE", str(tmp_path))
+    adapted_model, rows = adapted(model), [[Media("image", b"3")], [Media("image", b"5")]]
+    features = Features(adapted_model, Shown(model), model)  # type: ignore[arg-type]
+    given = {**batch(model), **features.pictures.tensors(rows)}
+    if model == "qwen3_vl":
+        with pytest.raises(mj.ConfigError, match="puts features of its tower into several blocks"):
+            features.remember(rows)
+        return
+    features.remember(rows)
+    with torch.no_grad():
+        expected = adapted_model(**given).logits
+        with features.read():
+            kept = {**given, **features.tensors(rows)}
+            assert kept["pixel_values"].shape[-1] == 64
+            found, again = adapted_model(**kept).logits, adapted_model(**given).logits
+    torch.testing.assert_close(found, expected, **REORDERED)
+    assert torch.equal(again, expected)
+    assert torch.equal(adapted_model(**given).logits, expected)
 
 
 @pytest.mark.parametrize("changes", [{}, {"granularity": "sequence"}, {"route_space": "centered"}])

@@ -40,6 +40,7 @@ class Features:
         self.pictures, self.inner, self.device = pictures, base.model, next(base.parameters()).device
         self.dtype = next(base.parameters()).dtype
         self.takes_them = bool(getattr(self.inner, "takes_features", False))
+        self.listed = True  # whether the model joins a list of pictures; else it takes one tensor
         _check_frozen(base, self.takes_them)
         known = name, str(base.config), self.dtype, str(pictures.processor.image_processor), pictures.frames
         self.folder = cache_dir() / "features" / cache.key(*known, _fingerprint(self.inner))
@@ -59,6 +60,8 @@ class Features:
             for media, alone in missing:
                 self._write(self._path(media, alone), self._computed(media, alone))
                 bar.update()
+        if wanted:
+            self.listed = bool(load_file(next(iter(wanted)))["listed"])
 
     def _computed(self, media: Media, alone: bool) -> dict[str, Tensor]:
         """The features of one picture or clip, and the small tensors that come with its pixels."""
@@ -69,10 +72,16 @@ class Features:
         make = self.inner.get_image_features if media.kind == "image" else self.inner.get_video_features
         arguments = {key: sent[key] for key in given if key in _parameters(make)}
         found = make(**arguments, **({} if self.takes_them else {"return_dict": True}))
+        if getattr(found, "deepstack_features", None) is not None:
+            raise ConfigError(
+                f"data.keep_features=true: {type(self.inner).__name__} puts features of its tower into several blocks, "
+                "which are not kept. Leave keep_features out."
+            )
         found = found if isinstance(found, Tensor) else found.pooler_output
         small = {key: value for key, value in given.items() if key not in (name, "batch_num_images")}
         rest = {key: value[: len(value) // len(row)].contiguous() for key, value in small.items()}
-        return {"features": found[0].to(self.dtype).cpu().contiguous(), **rest}
+        listed = torch.tensor(isinstance(found, list | tuple))
+        return {"features": found[0].to(self.dtype).cpu().contiguous(), "listed": listed, **rest}
 
     def tensors(self, rows: Sequence[Sequence[Media]]) -> dict[str, Tensor]:
         """What `Pictures.tensors` makes, with features in the place of pixels."""
@@ -80,6 +89,7 @@ class Features:
         for row in rows:
             for media in row:
                 kept = load_file(self._path(media, len(row) == 1))
+                del kept["listed"]
                 found.setdefault(PIXELS[media.kind], []).append(kept.pop("features"))
                 for key, value in kept.items():
                     found.setdefault(key, []).append(value)
@@ -99,9 +109,10 @@ class Features:
             yield
             return
         names = {"get_image_features": "pixel_values", "get_video_features": "pixel_values_videos"}
+        width = self.inner.config.get_text_config().hidden_size
         for name, pixels in names.items():
             if hasattr(self.inner, name):
-                setattr(self.inner, name, _passing(getattr(self.inner, name), pixels))
+                setattr(self.inner, name, _passing(getattr(self.inner, name), pixels, width, self.listed))
         try:
             yield
         finally:
@@ -138,13 +149,12 @@ def kept_features(model: Any, recipe: Recipe, batches: TrainingData) -> Iterator
         pictures.kept = None
 
 
-def _passing(compute: Any, pixels: str) -> Any:
+def _passing(compute: Any, pixels: str, width: int, listed: bool) -> Any:
     def features(*args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs[pixels]
-        if given.dim() != 2:
+        if given.dim() != 2 or given.shape[1] != width:  # some take pixels as rows of patches
             return compute(*args, **kwargs)
-        # models join a list of pictures, or flatten one tensor of clips
-        return SimpleNamespace(pooler_output=[given] if pixels == "pixel_values" else given[None])
+        return SimpleNamespace(pooler_output=[given] if listed and pixels == "pixel_values" else given[None])
 
     return features
 
