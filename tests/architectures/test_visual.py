@@ -15,12 +15,16 @@ from torch import Tensor
 import monkeyjump as mj
 from monkeyjump.analysis.plots import plot_usage
 from monkeyjump.analysis.usage import expert_usage
+from monkeyjump.evaluation.decode import Decoder
+from monkeyjump.evaluation.forward import AnswerReader, evaluating
+from monkeyjump.evaluation.jobs import Batch, Job
 from monkeyjump.routing.granularity import balanced
 from monkeyjump.tasks.media import Media
+from monkeyjump.tasks.task import Example
 from monkeyjump.training.features import Features
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from tests.helpers import REORDERED, assert_same, gradients
-from tests.visual import IMAGE, MODELS, VIDEO, batch, llava_onevision, pictures
+from tests.visual import IMAGE, MODELS, PLACES, VIDEO, batch, llava_onevision, pictures
 
 OV = "llava_onevision"
 
@@ -180,6 +184,49 @@ class Shown:
     def tensors(self, rows: list[list[Media]]) -> dict[str, Tensor]:
         found = [pictures(self.model, 1, int(media.content)) for row in rows for media in row]
         return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+    def kinds(self, ids: Tensor) -> dict[str, Tensor]:
+        names = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+        return {names[self.model]: (ids == IMAGE).int()} if self.model in names else {}
+
+
+def jobs_of(model: str, mode: Any) -> list[Job]:
+    """Prompts of several lengths with a picture, and answers of several tokens."""
+    places, found = [IMAGE] * PLACES.get(model, 4), []
+    for number, (before, after) in enumerate(((2, 3), (4, 9), (1, 6))):
+        prompt = [*range(10, 10 + before), *places, *range(30, 30 + after)]
+        answers = [[50 + number, 60, 2], [70, 2], [80, 81, 82, 2]]
+        example = Example("", ("a", "b"), media=(Media("image", str(number).encode()),))
+        found.append(Job(number, example, mode, prompt, answers[: 2 + number % 2], 0))
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_are_scored_as_by_whole_forwards(model: str) -> None:
+    """On the caches of their prompts, in one batch."""
+    scored, shown, expected = adapted(model), Shown(model), []
+    with evaluating(scored):
+        found = AnswerReader(scored, 0, shown).answer_logprobs(Batch(jobs_of(model, "text"), 0))  # type: ignore[arg-type]
+        for job in jobs_of(model, "text"):
+            pixels = shown.tensors([list(job.example.media)])
+            for answer in job.answers:
+                ids = torch.tensor([job.prompt + answer])
+                logits = scored(input_ids=ids, **pixels, **shown.kinds(ids)).logits[0, len(job.prompt) - 1 : -1]
+                expected.append(float(logits.log_softmax(-1)[range(len(answer)), answer].sum()))
+    assert found.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_are_generated_as_by_generate(model: str) -> None:
+    answering, shown, jobs = adapted(model), Shown(model), jobs_of(model, "generate")
+    with evaluating(answering):
+        reader = AnswerReader(answering, 0, shown)  # type: ignore[arg-type]
+        found = Decoder(reader, {999}).answers(Batch(jobs, 0))
+        for job, row in zip(jobs, found, strict=True):
+            ids = torch.tensor([job.prompt])
+            given = {"input_ids": ids, **shown.tensors([list(job.example.media)]), **shown.kinds(ids)}
+            alone = answering.generate(**given, max_new_tokens=len(row), do_sample=False, eos_token_id=None)
+            assert row.tolist() == alone[0, len(job.prompt) :].tolist()
 
 
 @pytest.mark.parametrize("model", MODELS)

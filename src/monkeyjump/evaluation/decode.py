@@ -188,6 +188,7 @@ def new_graph(reader: AnswerReader) -> Callable[[], Graph] | None:
     routers = {getattr(config, "router", None) for config in getattr(reader.model, "peft_config", {}).values()}
     reasons = {
         "its cache is not one of all tokens": not reader.takes_any_cache,
+        "its positions depend on pictures": reader.shifts is not None,
         "it is not known to work with a static cache": not getattr(base, "_can_compile_fullgraph", False),
         f"its attention is {attention!r}, not 'sdpa'": attention != "sdpa",
         "its weights are gathered for every call": managed(reader.model),

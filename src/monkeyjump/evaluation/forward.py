@@ -80,10 +80,8 @@ class AnswerReader:
         self._accepts = set(inspect.signature(base.forward).parameters)
         self._head = base.get_output_embeddings()
         self._right: bool | None = None  # whether prompts may be padded on the right; found out with the first batch
-        # Models whose positions depend on the pictures compute them, and keep a shift for each row of the cache.
-        self._shifted = [module for module in base.modules() if hasattr(module, "rope_deltas")]
-        if self._shifted:
-            self._accepts.discard("position_ids")
+        # a part whose positions depend on pictures computes those of the prompt, and keeps a shift for what follows
+        self.shifts = next((module for module in base.modules() if hasattr(module, "rope_deltas")), None)
         self._cache_takes_gaps = "position_ids" in self._accepts and _all_layers_grow(base.config)
         adapters = getattr(model, "peft_config", {}).values()
         virtual = any(getattr(config, "is_prompt_learning", False) for config in adapters)
@@ -119,6 +117,8 @@ class AnswerReader:
     def read(self, inputs: Inputs, cached: bool) -> Prefix:
         """Run the prompts. The cache is made only where something will follow."""
         mask, lengths = inputs.mask(), inputs.lengths
+        if self.shifts is not None:
+            self.shifts.rope_deltas = None  # of other prompts
         generation = Generation(mask.shape[1], inputs.task_ids, prompt_mask=mask)
         with belonging_to(generation):
             if inputs.left:
@@ -143,9 +143,8 @@ class AnswerReader:
         """Logits [R, L - 1, V] after each token of the answers but the last. Uses the prefix up."""
         ids, owners = inputs.answers[:, :-1], inputs.owners
         repeat_rows(prefix.cache, owners)
-        for module in self._shifted:
-            if module.rope_deltas is not None:
-                module.rope_deltas = module.rope_deltas[owners]
+        if self.shifts is not None and self.shifts.rope_deltas is not None:
+            self.shifts.rope_deltas = self.shifts.rope_deltas[owners]
         prefix.generation.task_ids = inputs.task_ids[owners]
         places = torch.arange(ids.shape[1], device=self.device)
         # A one-token answer needs no more than the prompt; beside longer ones it runs as a row that adds nothing.
@@ -160,7 +159,9 @@ class AnswerReader:
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True, **shown}
         if cache is not None:
             arguments["past_key_values"] = cache
-        if "position_ids" in self._accepts:
+            if self.shifts is not None and self.shifts.rope_deltas is not None:
+                positions = positions + self.shifts.rope_deltas
+        if "position_ids" in self._accepts and (cache is not None or self.shifts is None):
             arguments["position_ids"] = positions
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = keep
