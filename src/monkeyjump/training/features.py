@@ -70,8 +70,8 @@ class Features:
         name = PIXELS[media.kind]
         sent = {key: value.to(self.device) for key, value in given.items()}
         make = self.inner.get_image_features if media.kind == "image" else self.inner.get_video_features
-        arguments = {key: sent[key] for key in given if key in _parameters(make)}
-        found = make(**arguments, **({} if self.takes_them else {"return_dict": True}))
+        others = {key: sent[key] for key in given if key != name and key in _parameters(make)}
+        found = make(sent[name], **others, **({} if self.takes_them else {"return_dict": True}))
         if getattr(found, "deepstack_features", None) is not None:
             raise ConfigError(
                 f"data.keep_features=true: {type(self.inner).__name__} puts features of its tower into several blocks, "
@@ -151,7 +151,7 @@ def kept_features(model: Any, recipe: Recipe, batches: TrainingData) -> Iterator
 
 def _passing(compute: Any, pixels: str, width: int, listed: bool) -> Any:
     def features(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs[pixels]
+        given = args[0] if args else kwargs.get(pixels, kwargs.get("pixel_values"))  # names differ between versions
         if given.dim() != 2 or given.shape[1] != width:  # some take pixels as rows of patches
             return compute(*args, **kwargs)
         return SimpleNamespace(pooler_output=[given] if listed and pixels == "pixel_values" else given[None])
