@@ -90,7 +90,9 @@ def step_ms(variant: str, options: argparse.Namespace) -> tuple[float, int, int]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = new_model(options.tiny, device)
     batch, places = batch_of(base, options.rows)
-    features = SimpleNamespace(takes_them=False, listed=True, inner=base.model)  # all that reading features needs
+    features = SimpleNamespace(
+        takes_them=False, listed={"image": True}, inner=base.model
+    )  # all that reading features needs
     if "kept" in variant:
         batch = kept(base, batch)
     model = adapted(variant, base).train()

@@ -40,7 +40,7 @@ class Features:
         self.pictures, self.inner, self.device = pictures, base.model, next(base.parameters()).device
         self.dtype = next(base.parameters()).dtype
         self.takes_them = bool(getattr(self.inner, "takes_features", False))
-        self.listed = True  # whether the model joins a list of pictures; else it takes one tensor
+        self.listed: dict[str, bool] = {}  # by kind: whether the model joins a list; else it takes one tensor
         _check_frozen(base, self.takes_them)
         known = name, str(base.config), self.dtype, str(pictures.processor.image_processor), pictures.frames
         self.folder = cache_dir() / "features" / cache.key(*known, _fingerprint(self.inner))
@@ -60,8 +60,8 @@ class Features:
             for media, alone in missing:
                 self._write(self._path(media, alone), self._computed(media, alone))
                 bar.update()
-        if wanted:
-            self.listed = bool(load_file(next(iter(wanted)))["listed"])
+        some = {media.kind: path for path, (media, _) in wanted.items()}
+        self.listed = {kind: bool(load_file(path)["listed"]) for kind, path in some.items()}
 
     def _computed(self, media: Media, alone: bool) -> dict[str, Tensor]:
         """The features of one picture or clip, and the small tensors that come with its pixels."""
@@ -94,9 +94,11 @@ class Features:
                 for key, value in kept.items():
                     found.setdefault(key, []).append(value)
         joined = {name: torch.cat(parts) for name, parts in found.items() if name not in PIXELS.values()}
-        for name in found.keys() - joined.keys():
-            flat = [part.flatten(0, -2) for part in found[name]]
-            joined[name] = torch.stack(found[name]) if self.takes_them else torch.cat(flat)
+        for kind, name in PIXELS.items():
+            if name in found:  # clips in one tensor have as many frames each, and so as many places
+                apart = self.takes_them or (kind == "video" and not self.listed[kind])
+                flat = [part.flatten(0, -2) for part in found[name]]
+                joined[name] = torch.stack(found[name]) if apart else torch.cat(flat)
         counts = [sum(media.kind == "image" for media in row) for row in rows]
         if "batch_num_images" in self.pictures.accepts and any(counts):
             joined["batch_num_images"] = torch.tensor([count for count in counts if count])
@@ -108,15 +110,14 @@ class Features:
         if self.takes_them:
             yield
             return
-        names = {"get_image_features": "pixel_values", "get_video_features": "pixel_values_videos"}
+        names = {kind: f"get_{kind}_features" for kind in self.listed}
         width = self.inner.config.get_text_config().hidden_size
-        for name, pixels in names.items():
-            if hasattr(self.inner, name):
-                setattr(self.inner, name, _passing(getattr(self.inner, name), pixels, width, self.listed))
+        for kind, name in names.items():
+            setattr(self.inner, name, _passing(getattr(self.inner, name), PIXELS[kind], width, self.listed[kind]))
         try:
             yield
         finally:
-            for name in names:
+            for name in names.values():
                 vars(self.inner).pop(name, None)
 
     def _path(self, media: Media, alone: bool) -> Path:
@@ -151,10 +152,10 @@ def kept_features(model: Any, recipe: Recipe, batches: TrainingData) -> Iterator
 
 def _passing(compute: Any, pixels: str, width: int, listed: bool) -> Any:
     def features(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.get(pixels, kwargs.get("pixel_values"))  # names differ between versions
-        if given.dim() != 2 or given.shape[1] != width:  # some take pixels as rows of patches
+        given: Any = args[0] if args else kwargs.get(pixels, kwargs.get("pixel_values"))  # as versions call it
+        if given.dim() > 3 or given.shape[-1] != width:  # some take pixels as rows of patches
             return compute(*args, **kwargs)
-        return SimpleNamespace(pooler_output=[given] if listed and pixels == "pixel_values" else given[None])
+        return SimpleNamespace(pooler_output=[given] if listed else given if given.dim() == 3 else given[None])
 
     return features
 
