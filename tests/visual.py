@@ -160,7 +160,7 @@ def tiny_processor() -> VisualProcessor:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(list(TOKENS), special_tokens=True)
     tokenizer.chat_template = VISUAL_TEMPLATE
-    model = SimpleNamespace(forward=VlmTiny.forward, config=SimpleNamespace(model_type="monkeyjump_vlm"))
+    model = SimpleNamespace(forward=VlmTiny.forward)
     return VisualProcessor(TinyProcessor(tokenizer), tokenizer, model)
 
 

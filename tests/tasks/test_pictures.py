@@ -18,7 +18,7 @@ from monkeyjump.tasks.media import BadMediaError, Media, open_image, read_frames
 from monkeyjump.tasks.task import Example
 from tests.helpers import assert_same
 from tests.tasks.pictures import Image, clip, picture
-from tests.visual import save_visual_model
+from tests.visual import save_visual_model, tiny_processor
 
 SIZES = ((30, 20), (30, 20), (64, 20), (20, 90), (1, 1))
 
@@ -148,6 +148,13 @@ def test_a_text_that_contains_a_placeholder_is_refused(visual: tuple[Any, Any], 
 def test_a_model_without_eyes(tokenizer: Any, media: list[Media]) -> None:
     with pytest.raises(ConfigError, match="task 'zoo' shows pictures, and the model reads none"):
         Encoder(tokenizer).encode_all([example(media[0])])
+
+
+def test_what_reads_pictures_is_named_alike_in_every_process(visual: tuple[Any, Any]) -> None:
+    """Features that are kept on disk are found by these names."""
+    for processor in (tiny_processor().processor, visual[1].processor):
+        for reader in (processor.image_processor, processor.video_processor):
+            assert " at 0x" not in str(reader)
 
 
 def test_sizes_are_kept_on_disk(visual: tuple[Any, Any], media: list[Media], monkeypatch: pytest.MonkeyPatch) -> None:

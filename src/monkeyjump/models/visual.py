@@ -38,7 +38,6 @@ class VisualProcessor:
     def __init__(self, processor: Any, tokenizer: Any, model: Any) -> None:
         self.processor, self.tokenizer = processor, tokenizer
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
-        self.model_type = model.config.model_type
 
     def save_pretrained(self, folder: Any) -> None:
         """The tokenizer, for people who look; what reads pictures is loaded with the base model."""
@@ -108,6 +107,10 @@ class Frames:
         self.image_processor = image_processor
         self.valid_kwargs = getattr(image_processor, "valid_kwargs", None)
         self.model_input_names = ["pixel_values_videos"]
+
+    def __repr__(self) -> str:
+        """The same in every process: kept features are found by it."""
+        return f"stretched frames, {self.image_processor}"
 
     def __call__(self, videos: Sequence[Any], **kwargs: Any) -> Any:
         import torch

@@ -260,6 +260,10 @@ class PixelProcessor:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def __repr__(self) -> str:
+        """The same in every process: kept features are found by it."""
+        return f"PixelProcessor({self.name!r}, {SIZE}, {GRID}, {FRAME_GRID})"
+
     def __call__(self, images: Any = None, videos: Any = None, return_tensors: str = "pt") -> dict[str, Tensor]:
         if videos is not None:
             return {self.name: torch.stack([torch.stack([_pixels(frame) for frame in clip]) for clip in videos])}

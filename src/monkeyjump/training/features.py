@@ -42,8 +42,9 @@ class Features:
         self.takes_them = bool(getattr(self.inner, "takes_features", False))
         self.listed: dict[str, bool] = {}  # by kind: whether the model joins a list; else it takes one tensor
         _check_frozen(base, self.takes_them)
-        known = name, str(base.config), self.dtype, str(pictures.processor.image_processor), pictures.frames
-        self.folder = cache_dir() / "features" / cache.key(*known, _fingerprint(self.inner))
+        readers = [str(getattr(pictures.processor, f"{kind}_processor", "")) for kind in PIXELS]
+        known = name, str(base.config), self.dtype, readers, pictures.frames, _fingerprint(self.inner, self.takes_them)
+        self.folder = cache_dir() / "features" / cache.key(*known)
 
     def __getstate__(self) -> dict[str, Any]:
         """Processes that load data need no model."""
@@ -166,11 +167,12 @@ def _parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def _fingerprint(inner: Any) -> str:
-    """A hash of a few weights of the tower."""
+def _fingerprint(inner: Any, projector_may_learn: bool) -> str:
+    """A hash of a few weights of what makes the features."""
     digest = hashlib.blake2b(digest_size=16)
+    others = ("language_model", "text_model", *(("projector",) if projector_may_learn else ()))
     for name, parameter in inner.named_parameters():
-        if "language_model" not in name and "text_model" not in name and "projector.1" not in name:
+        if not any(other in name for other in others):
             digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
     return digest.hexdigest()
 

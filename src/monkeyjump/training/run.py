@@ -99,7 +99,8 @@ def _run(
     base, tokenizer = shared.take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
-    compile_early(model)
+    if shared.runs == 1:  # later runs of a grid find the kernels
+        compile_early(model)
     on_gpu = torch.cuda.is_available()
     settings = FastSettings.of_recipe(recipe, on_gpu, ranks.num_processes)
     batches = training_data(recipe, tasks, tokenizer, settings)
