@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 CLUSTERED_AT_ONCE = 2**30
 _FEW_TOKENS = 4096  # enough for kernels of the kind that a whole sample needs
 # The fields of a config that decide where its centres start, beside its blocks and their numbers of experts.
-_DECIDING = ("center_init", "route_space", "ema_space", "similarity", "granularity", "sequence_token")
+_DECIDING = (
+    *("center_init", "route_space", "ema_space", "similarity", "granularity", "sequence_token"),
+    "balance_kinds",
+)
 
 
 @dataclass
