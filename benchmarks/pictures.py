@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--video")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0, help="several processes share a GPU, each with its seeds")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -133,7 +134,7 @@ def main() -> None:
     names = write_tasks(Path(options.data), None if options.video is None else Path(options.video), home)
     record: dict[str, Any] = {"settings": vars(options), "probe": probe(names, options.data), "runs": results}
     record["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for variant in options.variants:
             started = time.perf_counter()
             result = run(recipe_of(variant, seed, names, options, home), overwrite=True, shared=shared)

@@ -15,6 +15,7 @@ from monkeyjump import methods
 from monkeyjump.tasks.collate import PackingCollator
 from monkeyjump.tasks.encode import Encoded
 from monkeyjump.training.attention import attending
+from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from tests.helpers import assert_same, settled, tiny_llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -126,6 +127,25 @@ def test_dropout_of_peft_is_repeated_under_checkpointing() -> None:
         found.append(losses)
     assert_alike(found[0], found[1])
     assert len(set(found[0][1:].tolist())) == len(found[0]) - 1
+
+
+def test_random_numbers_after_a_recording_that_failed() -> None:
+    """Graphs recorded before draw other numbers at each replay, and so does everybody else."""
+    memory = Memory()
+    good, bad, after = (CudaGraph(memory) for _ in range(3))
+    [drawn] = good.record(lambda: [torch.rand(100, device="cuda")])
+
+    def reads() -> list[Tensor]:
+        return [torch.rand(3, device="cuda") * torch.ones(1, device="cuda").item()]
+
+    with pytest.raises(RuntimeError):
+        bad.record(reads)
+    [other] = after.record(lambda: [torch.rand(100, device="cuda")])
+    found = []
+    for graph, result in ((good, drawn), (after, other), (good, drawn), (after, other)):
+        graph.replay()
+        found += [result.clone(), torch.rand(100, device="cuda")]
+    assert len({tuple(values.tolist()) for values in found}) == 8
 
 
 def test_a_run_that_is_entered_again_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from torch._dynamo.backends.registry import lookup_backend
 
+from monkeyjump import methods
 from monkeyjump.errors import ConfigError
+from monkeyjump.ops import dispatch
 from monkeyjump.training.compile import compiled, compiled_parts
 from tests.architectures.test_architectures import MODELS
 from tests.helpers import COMPILING, adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama, wrap
@@ -89,6 +91,17 @@ def test_blocks_share_their_graphs_whatever_the_depth() -> None:
     with compiled(other, "blocks", shapes=1, backend=backend) as report:
         steps(other, [8])
     assert (report.graphs, len(backend.graphs)) == (0, 2)
+
+
+@pytest.mark.skipif(not dispatch.HAS_TRITON, reason="needs Triton")
+def test_learned_gates_do_not_tie_a_graph_to_a_length() -> None:
+    """The projections that read one tensor compare the shapes of their gates, and the graph serves every length."""
+    base = tiny_llama(1)
+    base.config.use_cache = False
+    model = get_peft_model(base, methods.build("hydralora", "mj_paper", target_modules=["q_proj", "k_proj"])).train()
+    with dispatch.implementation("triton"), compiled(model, "blocks", shapes=3, backend="eager") as report:
+        steps(model, [24, 40, 12])
+    assert report.graphs == 1
 
 
 def test_a_graph_for_each_shape_of_the_model() -> None:

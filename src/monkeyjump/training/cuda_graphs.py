@@ -31,10 +31,8 @@ class Memory:
         self.renew()
 
     def renew(self) -> None:
-        """After a recording that failed, the pool cannot be used again, and random numbers belong to no graph."""
+        """A pool of its own, also after a recording that failed, whose pool cannot be used again."""
         self.pool = torch.cuda.graph_pool_handle()
-        for generator in torch.cuda.default_generators:
-            generator.graphsafe_set_state(generator.clone_state())
 
 
 _threads = threading.local()
@@ -80,6 +78,8 @@ class CudaGraph:
         except RuntimeError:
             torch.cuda.empty_cache()
             memory.renew()
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=memory.stream, capture_error_mode=mode):
+                torch.zeros(1, device="cuda")  # until a recording succeeds, random numbers belong to the failed one
             raise
         finally:
             torch.cuda.set_stream(stream)  # a recording that fails leaves its own

@@ -131,8 +131,9 @@ class SharedInput:
         given: Any = routing[0].gate_all(name, places, x) if routing else [None] * len(members)
         columns = given if isinstance(given, GateColumns) else None
         gates = given if columns is None else [None] * len(members)
-        shapes = {None if gate is None else gate.shape for gate in gates}
-        if len(shapes) > 1 or not fits_tokens(gates[0] if columns is None else columns.tensor, x):
+        # a set of shapes would hash their lengths, which ties a compiled graph to them
+        alike = all(gate is None if gates[0] is None else gate.shape == gates[0].shape for gate in gates)
+        if not alike or not fits_tokens(gates[0] if columns is None else columns.tensor, x):
             return None
         projections = []
         for member, gate in zip(members, gates, strict=True):
