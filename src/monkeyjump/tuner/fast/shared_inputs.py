@@ -132,7 +132,8 @@ class SharedInput:
         columns = given if isinstance(given, GateColumns) else None
         gates = given if columns is None else [None] * len(members)
         # a set of shapes would hash their lengths, which ties a compiled graph to them
-        alike = all(gate is None if gates[0] is None else gate.shape == gates[0].shape for gate in gates)
+        shapes = [None if gate is None else gate.shape for gate in gates]
+        alike = all(shape == shapes[0] for shape in shapes)
         if not alike or not fits_tokens(gates[0] if columns is None else columns.tensor, x):
             return None
         projections = []
