@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import monkeyjump as mj
 from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.training.shared import Shared
 from tests.contract.common import centers_of, logits, state_of, train
 from tests.helpers import ADAPTER_NAMES, REORDERED, adapted, assert_same, layers_of, mj_config, tiny_llama
 
@@ -237,6 +238,29 @@ def test_modules_to_save(adapter: str, tmp_path: Path) -> None:
     loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path)
     assert torch.equal(loaded.base_model.model.lm_head.modules_to_save["default"].weight, after)
     assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_modules_to_save_and_the_model_without_them(adapter: str, wrapped: bool) -> None:
+    """`unload` leaves the trained module, as PEFT does, also where it has no weight; the runs of a grid share the
+    model as it was."""
+    found = []
+    for leave in ("unload", "give_back"):
+        base = tiny_llama()
+        if wrapped:
+            base.lm_head = torch.nn.Sequential(base.lm_head)
+        original = {key: value.clone() for key, value in base.state_dict().items()}
+        model = adapted(base, adapter=adapter, modules_to_save=["lm_head"])
+        train(model, steps=2)
+        trained = {f"lm_head.{k}": v for k, v in base.lm_head.modules_to_save["default"].state_dict().items()}
+        if leave == "unload":
+            found.append((model.unload().state_dict(), original | trained))
+        else:
+            shared = Shared()
+            shared.give_back(model, None)
+            found.append((shared._base[0].state_dict(), original))
+    for state, expected in found:
+        assert_same(state, expected)
 
 
 def test_base_weights_are_never_written(adapter: str, tmp_path: Path) -> None:

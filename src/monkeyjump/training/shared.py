@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from peft.utils import ModulesToSaveWrapper
 
 from monkeyjump.evaluation.memory import Memory
 from monkeyjump.models import load_model
@@ -53,4 +54,7 @@ class Shared:
 
     def give_back(self, model: Any, tokenizer: Any) -> None:
         """Take the adapter off again. Only for a run that came to its end: another may have left anything behind."""
+        for path, module in [*model.named_modules()]:
+            if isinstance(module, ModulesToSaveWrapper):  # `unload` would leave the trained module
+                model.set_submodule(path, module.original_module)
         self._base = model.unload().eval(), tokenizer

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from peft.peft_model import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers, onload_layer
+from peft.utils import ModulesToSaveWrapper
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import nn
@@ -128,6 +129,13 @@ class MonkeyJumpModel(BaseTuner):
                     container[adapter_name].requires_grad_(False)
         if layer is not target:
             self._replace_module(parent, target_name, layer, target)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        """PEFT moves weights from the child to the new module; a module that was trained as a whole brings its own."""
+        if isinstance(child, ModulesToSaveWrapper):
+            setattr(parent, child_name, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
 
     def _connect(self, model: nn.Module, adapter_name: str, config: MonkeyJumpConfig, placement: Placement) -> None:
         for block in placement.blocks:
