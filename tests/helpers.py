@@ -149,6 +149,15 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], **tolera
             assert torch.equal(value, b[name]), f"{name} differs by {(value - b[name]).abs().max()}"
 
 
+def same_on_gpu(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Most values of two trained adapters are the same. The first batch of a shape is computed by other kernels than
+    those after it, and AdamW makes a whole step of a last digit."""
+    if a.keys() != b.keys():
+        return False
+    apart = torch.cat([(value - b[name]).abs().flatten() > 1e-3 for name, value in a.items()])
+    return bool(apart.float().mean() < 0.05)
+
+
 def token_ids(batch: int = 3, length: int = 8, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 

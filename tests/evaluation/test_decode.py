@@ -21,6 +21,7 @@ from monkeyjump.evaluation.decode import Decoder
 from monkeyjump.evaluation.forward import AnswerReader, evaluating, padded
 from monkeyjump.evaluation.jobs import Batch, Job, make_batches
 from monkeyjump.evaluation.run import evaluate, without_adapter
+from monkeyjump.models.vlm_tiny import VlmTiny, VlmTinyConfig
 from monkeyjump.tuner.call import running
 from tests.evaluation.test_forward import Waits, build
 from tests.evaluation.toys import TASKS, add_adapter, example, free_task, make_model
@@ -47,6 +48,7 @@ def gpt2() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {
     "plain": make_model,
     "learned positions": gpt2,
+    "reads pictures": lambda: build(VlmTiny, VlmTinyConfig(text_config=make_model().config, initializer_range=0.3)),
     "PEFT's LoRA": lambda: get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)),
     "token": lambda: add_adapter(make_model()),
     "sequence": lambda: add_adapter(make_model(), granularity="sequence"),
@@ -119,7 +121,7 @@ def test_batches_that_generate_have_few_numbers_of_rows():
 @pytest.mark.parametrize("name", MODELS)
 def test_recorded_steps_give_the_tokens_of_generate(name, graphs):
     model = MODELS[name]()
-    routed = name not in ("plain", "learned positions", "PEFT's LoRA")
+    routed = name not in ("plain", "learned positions", "reads pictures", "PEFT's LoRA")
     listed = jobs(11)
     batches = make_batches(listed, 80)  # several shapes, and shapes that come again
     attributes = {path: set(vars(module)) for path, module in model.named_modules()}
@@ -132,6 +134,7 @@ def test_recorded_steps_give_the_tokens_of_generate(name, graphs):
             with side():
                 pairs = (zip(batch.jobs, decoder.answers(batch).tolist(), strict=True) for batch in batches)
                 answers.append([*chain.from_iterable(pairs)])
+    assert getattr(AnswerReader(model, 0).base, "_can_compile_fullgraph", False)
     assert 0 < graphs.made < len(batches) * len(sides)
     assert graphs.replays > 0
     assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes

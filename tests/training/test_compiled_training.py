@@ -93,7 +93,7 @@ def test_blocks_share_their_graphs_whatever_the_depth() -> None:
     assert (report.graphs, len(backend.graphs)) == (0, 2)
 
 
-@pytest.mark.skipif(not dispatch.HAS_TRITON, reason="needs Triton")
+@pytest.mark.skipif(not (dispatch.HAS_TRITON and dispatch.interpreted()), reason="needs Triton's interpreter")
 def test_learned_gates_do_not_tie_a_graph_to_a_length() -> None:
     """The projections that read one tensor compare the shapes of their gates, and the graph serves every length."""
     base = tiny_llama(1)

@@ -26,6 +26,7 @@ from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run
 from monkeyjump.training.saving import saved_recipe
 from monkeyjump.training.trainer import last_checkpoint
+from tests.helpers import same_on_gpu
 from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
 
@@ -45,6 +46,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    if torch.cuda.is_available():
+        return same_on_gpu(a, b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

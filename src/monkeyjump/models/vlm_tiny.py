@@ -129,6 +129,7 @@ class VlmTinyPreTrained(PreTrainedModel):
     base_model_prefix = "model"
     _supports_sdpa = _supports_flash_attn = True
     supports_gradient_checkpointing = True
+    _can_compile_fullgraph = True  # its language model can: a step of generation may be recorded
 
 
 class VlmTinyModel(VlmTinyPreTrained):

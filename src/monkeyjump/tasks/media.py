@@ -201,9 +201,15 @@ def read_frames(media: Media, count: int) -> list[Image]:
     raise BadMediaError(f"video {media.name} has no frames. Make the file again, or {LEAVE_OUT}.")
 
 
+def _opened(av: Any, media: Media) -> Any:
+    """A clip whose titles may be in any encoding. PyAV 19 never reads them strictly and has no such option."""
+    strict = int(av.__version__.partition(".")[0]) < 19
+    return av.open(_file(media), **({"metadata_errors": "ignore"} if strict else {}))
+
+
 def _packets(av: Any, media: Media) -> int:
     """How many frames a clip should have. What its head says is often missing or wrong."""
-    with av.open(_file(media), metadata_errors="ignore") as container:
+    with _opened(av, media) as container:
         streams = container.streams.video
         return sum(packet.size > 0 for packet in container.demux(streams[0])) if streams else 0
 
@@ -211,7 +217,7 @@ def _packets(av: Any, media: Media) -> int:
 def _decoded(av: Any, media: Media, wanted: set[int]) -> tuple[dict[int, Image], int]:
     found: dict[int, Image] = {}
     number = 0
-    with av.open(_file(media), metadata_errors="ignore") as container:
+    with _opened(av, media) as container:
         container.streams.video[0].thread_type = "AUTO"
         for frame in container.decode(container.streams.video[0]):
             if number in wanted:
