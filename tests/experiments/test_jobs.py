@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,10 +128,24 @@ def test_a_run_that_does_not_fit_beside_others_is_made_alone(
     assert [name for _, name in workers.made].count("lora-0.004-0") == 2
 
 
-def test_auto_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus, jobs in ((0, 1), (1, 1), (4, 4)):
-        monkeypatch.setattr(module.torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert module.auto_jobs() == jobs
+# GPUs, their memory over the size of the model, runs to make, cores: runs at a time
+AUTO = [(0, 0, 90, 8, 1), (1, 99, 9, 4, 2), (1, 9, 9, 4, 1), (1, 99, 6, 4, 1), (1, 99, 9, 3, 1), (4, 9, 90, 64, 4),
+        (4, 99, 90, 64, 8)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpus", "times", "runs", "cores", "jobs"), AUTO)
+def test_auto_jobs(
+    gpus: int, times: int, runs: int, cores: int, jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    memory = SimpleNamespace(total_memory=1000 * times)
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(module.torch.cuda, "get_device_properties", lambda _: memory)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: cores)
+    recipe = load_recipe("quickstart", [f"model={tmp_path}"])
+    comparison = Comparison(recipe, ["lora"], [*range(runs)], {"lora": [1e-3]})
+    assert module.auto_jobs(comparison) == jobs
 
 
 def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.worker import LOG, work
+from monkeyjump.models import resolve
 from monkeyjump.record import read_record
 from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe
@@ -30,16 +31,28 @@ GRACE = 60  # seconds in which a stopped process may write its checkpoint
 
 def run_jobs(comparison: Comparison, output: Path, jobs: int | str) -> None:
     """Make all missing runs, or as many as can be made: those that failed are named in the error at the end."""
-    count = auto_jobs() if jobs == "auto" else int(jobs)
+    count = auto_jobs(comparison) if jobs == "auto" else int(jobs)
     schedule = Schedule(comparison, output, count)
     schedule.ready()
     if count > 1 and comparison.total - comparison.done > 1:  # a process for one run alone would only take time
         schedule.run()
 
 
-def auto_jobs() -> int:
-    """How many runs at a time: one on each GPU, and one on a CPU. That two on one GPU gain anything is not measured."""
-    return max(1, torch.cuda.device_count())
+FEW_RUNS = 6  # on each GPU: a second process loads and compiles again, which so many runs do not win back
+SMALL = 64  # models for which the GPU has so many times the memory: their steps leave it waiting for the host
+
+
+def auto_jobs(comparison: Comparison) -> int:
+    """How many runs at a time: one on a CPU and on each GPU, and two on a GPU that a small model does not fill."""
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return 1
+    found = resolve(comparison.recipe.model)
+    files = [] if found.kind == "hub" else Path(found.source).glob("*.safetensors")
+    size, memory = sum(file.stat().st_size for file in files), torch.cuda.get_device_properties(0).total_memory
+    runs, cores = comparison.total - comparison.done, os.cpu_count() or 1
+    double = 0 < SMALL * size < memory and runs > FEW_RUNS * gpus and cores >= 4 * gpus  # a run keeps two cores busy
+    return 2 * gpus if double else gpus
 
 
 class Worker:
