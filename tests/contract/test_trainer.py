@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import monkeyjump as mj
 from monkeyjump.adapters import AdaLoraAdapter
@@ -57,15 +57,38 @@ def test_training_moved_everything(adapter: str, uninterrupted) -> None:
     assert same == frozen
 
 
+class Logger(TrainerCallback):
+    """Stands where TensorBoard's callback and others are: before those of the user."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
 @every_adapter
-def test_logs_show_the_load(adapter: str, tmp_path: Path) -> None:
-    trainer = Trainer(model_for(adapter), arguments(tmp_path), train_dataset=rows(), callbacks=[callback()])
+@pytest.mark.parametrize("late", [False, True])
+def test_logs_show_the_routing(adapter: str, late: bool, tmp_path: Path) -> None:
+    """To the history and to every logger, also where the callback comes last."""
+    logger, model = Logger(), model_for(adapter, ema_interval=1)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[logger])
+    if late:
+        trainer.add_callback(callback())
+    else:
+        trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[logger, callback()])
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(entries) == STEPS
-    for entry in entries:
+    for entry, logged in zip(entries, logger.logs, strict=False):
         assert 0 < entry["router/load_entropy"] <= 1
+        assert 0 < entry["router/largest_share"] <= 1
         assert entry["router/dead_experts"] >= 0
+        assert {key: entry[key] for key in logged} == logged
+        assert "router/center_drift" in logged
+    drifts = [entry["router/center_drift"] for entry in entries]
+    assert drifts[0] == 0 < drifts[-1]
+    assert drifts == sorted(drifts)
 
 
 @every_adapter

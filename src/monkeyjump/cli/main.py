@@ -6,9 +6,10 @@ import argparse
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 
 VERBS = {
     "train": "train an adapter from a recipe",
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.overrides = [*options.overrides, *settings]
     for name in ("torchao", "torch.utils._pytree"):  # what they say on import is about builds of torchao, not to users
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.formatwarning = _format_warning
     try:
         return options.run(options)
     except ConfigError as error:
@@ -54,6 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader of a pipe went away
         return 1
+
+
+_format_of_python = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Our own warnings are sentences to a person; a line of source beside them says nothing."""
+    if issubclass(category, MonkeyJumpWarning):
+        return f"\nwarning: {message}\n"  # a progress bar may stand on the line
+    return _format_of_python(message, category, filename, lineno, line)
 
 
 def _version() -> str:

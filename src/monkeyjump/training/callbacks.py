@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from monkeyjump.adapters import AdaLoraAdapter, Adapter, LoraFaAdapter
 from monkeyjump.training.fast import fast
+from monkeyjump.training.watch import RoutingWatch
 from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.model import find_context, require_context
-from monkeyjump.tuner.trace import staged_load
 from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, project_gradients
 from monkeyjump.tuner.training.regularizer import active_adapters, add_regularizer_gradients
 
@@ -24,9 +26,9 @@ class MonkeyJumpCallback(TrainerCallback):
     """Initialises centres when training begins, logs expert load, runs AdaLoRA's rank allocation and, where asked for,
     the projection of LoRA-FA's gradients.
 
-    It also logs the losses of learned routers, which are part of the model's loss. Where a trainer makes the loss
-    itself (TRL's do), it adds AdaLoRA's regulariser, after gradient clipping; routers' losses are then carried by the
-    scores that the trainer makes its loss from.
+    It also logs how far centres have moved and the losses of learned routers, which are part of the model's loss. Where
+    a trainer makes the loss itself (TRL's do), it adds AdaLoRA's regulariser, after gradient clipping; routers' losses
+    are then carried by the scores that the trainer makes its loss from.
 
     The sample for the centres is drawn through a loader of its own with its own seed, so that the order in which the
     Trainer sees the data is the same with and without the callback, and on a resumed run (whose centres are loaded).
@@ -57,8 +59,13 @@ class MonkeyJumpCallback(TrainerCallback):
         self._model: Any = None
         self._context: RoutingContext | None = None
         self._adapters: list[Adapter] = []
+        self._watch: RoutingWatch | None = None
+
+    def on_init_end(self, args, state, control, **kwargs):
+        _go_first(self, sys._getframe(1).f_locals.get("self"))
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
+        _go_first(self, sys._getframe(1).f_locals.get("self"))
         self._model = model = _unwrapped(model)
         # with `fast` there may be no routing: PEFT's own LoRA needs nothing else of this
         self._context = context = find_context(model) if self.fast else require_context(model)
@@ -74,6 +81,7 @@ class MonkeyJumpCallback(TrainerCallback):
                 self.report = initialize_centers(
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress, known=self.known
                 )
+        self._watch = None if context is None else RoutingWatch(model, context)
         if self.fast:
             self._inside.enter_context(fast(model))
 
@@ -99,19 +107,18 @@ class MonkeyJumpCallback(TrainerCallback):
             allocate_ranks(self._model, step=state.global_step + 1)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        context = self._context
-        if logs is None or context is None or "loss" not in logs:
+        if logs is None or self._watch is None or "loss" not in logs:
             return
-        shown: dict[str, float] = {}
-        for name in dict.fromkeys(name for blocks in context.lists.values() for name in blocks.active()):
-            loads = list(staged_load(self._model, name).values())
-            if loads and any(sum(load.share) for load in loads):
-                shown["router/load_entropy"] = round(sum(load.entropy for load in loads) / len(loads), 4)
-                shown["router/dead_experts"] = sum(len(load.dead) for load in loads)
-        for name, loss in context.losses.last.items():  # of the last micro-batch, without their weights
-            shown[f"router/{name}_loss"] = round(float(loss), 4)
+        shown = self._watch.look()
         logs.update(shown)
         state.log_history[-1].update(shown)  # the Trainer has copied `logs` there before it calls us
+
+
+def _go_first(callback: TrainerCallback, handler: Any) -> None:
+    """Stand before the loggers in the list of the handler that calls: they are given what we add to the logs."""
+    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
 
 
 def sampling_loader(loader: Any, seed: int) -> Any:

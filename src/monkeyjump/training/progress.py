@@ -26,15 +26,23 @@ def say(text: str) -> None:
         print(text)
 
 
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"  # all of it fits on 80 columns
+SEEN = {"even": "router/load_entropy", "dead": "router/dead_experts", "drift": "router/center_drift"}
+
+
 class ProgressBar(TrainerCallback):
-    """One bar for the steps, with the loss beside it; a line for every evaluation."""
+    """One bar for the steps, with the loss and the state of the routing beside it; a line for every evaluation.
+
+    `even` is the mean entropy of the loads (1: all experts of a block get the same), `dead` counts experts without a
+    token, `drift` is how far centres have turned since the start (1 minus the cosine). Zeros are not shown.
+    """
 
     def __init__(self) -> None:
         self.bar: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", bar_format=BAR)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -42,7 +50,8 @@ class ProgressBar(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.bar is not None and logs and "loss" in logs:
-            self.bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+            seen = [f"{word} {logs[key]:.2g}" for word, key in SEEN.items() if logs.get(key)]
+            self.bar.set_postfix_str(", ".join([f"loss {float(logs['loss']):.3f}", *seen]))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if self.bar is not None and metrics and "eval_mean" in metrics:
