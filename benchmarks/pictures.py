@@ -1,6 +1,6 @@
 """What routing buys where a model reads pictures: vlm-tiny on small real sets, against controls and a linear probe.
 
-    python benchmarks/pictures.py --data DIR --video DIR --seeds 5 --steps 600 --output pictures.json
+    python benchmarks/pictures.py --data DIR --video DIR --seeds 5 --steps 400 --jobs 5 --output pictures.json
 
 DIR holds a folder for each set with train.jsonl, test.jsonl and the pictures (columns image, label); the video folder
 holds rows with video, question and answer. All sets are learnt together by one adapter. `projector` trains the
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -123,13 +126,17 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--video")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0, help="several processes share a GPU, each with its seeds")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time, in processes that share the GPU")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--output", default="pictures.json")
     options = parser.parse_args()
+    if options.jobs > 1:
+        summarize(side_by_side(options))
+        return
     home, shared, results = Path(tempfile.mkdtemp()), Shared(), dict[str, list[dict[str, Any]]]()
     names = write_tasks(Path(options.data), None if options.video is None else Path(options.video), home)
     record: dict[str, Any] = {"settings": vars(options), "probe": probe(names, options.data), "runs": results}
@@ -143,11 +150,43 @@ def main() -> None:
             found = {"seed": seed, "tasks": scores, "mean": result.report.mean, "trained": result.parameters.trainable}
             results.setdefault(variant, []).append(found | {"seconds": time.perf_counter() - started})
             shared.give_back(result.model, result.tokenizer)
-            print(f"{variant:16}{seed:3}{result.report.mean:8.1f}", flush=True)
+            print(f"{variant:16}{seed:3}{result.report.mean:8.4f}", flush=True)
             Path(options.output).write_text(json.dumps(record, indent=1))  # what is there is not lost
+    summarize(results)
+
+
+def side_by_side(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Each seed in a process of its own; their records as one."""
+    target, shown = Path(options.output), ["--data", options.data, "--steps", options.steps, "--batch", options.batch]
+    shown += [
+        "--lr",
+        options.lr,
+        *(["--video", options.video] if options.video else []),
+        "--variants",
+        *options.variants,
+    ]
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    parts = {seed: target.with_name(f"{target.stem}-{seed}.json") for seed in seeds}
+
+    def make(seed: int) -> None:
+        words = [sys.executable, __file__, *map(str, shown), "--first-seed", str(seed), "--seeds", "1"]
+        subprocess.run([*words, "--output", str(parts[seed])], check=False)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(make, seeds))
+    records = [json.loads(path.read_text()) for path in parts.values() if path.is_file()]
+    runs = {name: [run for r in records for run in r["runs"].get(name, [])] for name in options.variants}
+    target.write_text(json.dumps({**records[0], "settings": vars(options), "runs": runs}, indent=1))
+    return runs
+
+
+def summarize(results: dict[str, list[dict[str, Any]]]) -> None:
     for variant, runs in results.items():
         means = [each["mean"] for each in runs]
-        print(f"{variant:16}{fmean(means):8.2f} +- {stdev(means) if len(means) > 1 else 0:.2f}")
+        if means:
+            print(
+                f"{variant:16}{fmean(means):8.4f} +- {stdev(means) if len(means) > 1 else 0:.4f} ({len(means)} seeds)"
+            )
 
 
 if __name__ == "__main__":
