@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from monkeyjump.models.efficientnet_lite import WIDTH, EfficientNetLite, folded
+from monkeyjump.models.efficientnet_lite import WIDTH, Convolution, EfficientNetLite, folded
 from monkeyjump.models.visual import VISUAL_TEMPLATE, VisualProcessor
 
 SIZE, GRID, FRAME_GRID = 224, 4, 2
