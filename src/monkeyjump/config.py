@@ -101,6 +101,10 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         "How many experts a token jumps to; None, for learned routers: all of them.", 2, 1,
         "use 1 or more, or None with a learned router; for always-on adapters set layers_to_route=[]", none=True,
     )  # fmt: skip
+    expert_unit: str = choice(
+        "What a token jumps to: a projection's adapter, or each rank-one part of it, with a centre of its own.",
+        *("adapter", "rank"),
+    )
     temperature: float = positive("Softmax temperature of the similarities.", 1.0, "the paper uses 1")
     similarity: str = choice("Token against centre", "cosine", "dot", "euclidean", "l1")
     renormalize: bool = flag("Divide the kept gates by their sum (the paper does not).")
@@ -183,6 +187,11 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     @property
     def scaling(self) -> float:
         return self.alpha / self.r
+
+    @property
+    def units(self) -> int:
+        """Experts that one routed projection is for a router without parameters."""
+        return self.r if self.expert_unit == "rank" else 1
 
     @property
     def uses_centers(self) -> bool:

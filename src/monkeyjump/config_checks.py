@@ -83,6 +83,16 @@ def _routing_problems(config: MonkeyJumpConfig) -> list[str]:
     found = []
     if config.top_k is None and config.router not in LEARNED_ROUTERS and config.placement != "nested":
         found.append(f"top_k=None (all experts) needs a learned router, not router={config.router!r}: give a number.")
+    if config.expert_unit == "rank" and (config.learns_router or config.placement != "block"):
+        found.append(
+            f"expert_unit='rank' is for experts without router parameters, not for router={config.router!r} with "
+            f"placement={config.placement!r}: use router='centroid' and placement='block', or drop it."
+        )
+    if config.expert_unit == "rank" and config.adapter not in RANKED:
+        found.append(
+            f"adapter={config.adapter!r} has no ranks that expert_unit='rank' could make experts of: use one of "
+            f"{', '.join(RANKED)}, or expert_unit='adapter'."
+        )
     if config.mean_gate is not None and not config.uses_centers:
         found.append(f"mean_gate={config.mean_gate} scales the gates of centres, which this routing has not: drop it.")
     if config.learns_router and config.granularity != "token":

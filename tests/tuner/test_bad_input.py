@@ -185,7 +185,7 @@ def test_nan_states_in_kmeans() -> None:
 def test_fewer_tokens_than_experts() -> None:
     model = wrap(tiny_llama(), center_init="kmeans")
     before = routing_state(model)
-    with pytest.raises(mj.ConfigError, match=r"3 routed projections but only 2 tokens were found.*more data"):
+    with pytest.raises(mj.ConfigError, match=r"3 experts but only 2 tokens were found.*more data"):
         mj.initialize_centers(model, [{"input_ids": token_ids(1, 2)}], progress=False)
     assert_same(before, routing_state(model))
     sequence = wrap(tiny_llama(), center_init="kmeans", granularity="sequence")

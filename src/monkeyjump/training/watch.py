@@ -39,7 +39,7 @@ class RoutingWatch:
                 shown["router/dead_experts"] = sum(len(load.dead) for load in loads.values())
                 self._warn(loads, config)
         drifts = [
-            1 - functional.cosine_similarity(before, now, dim=-1)
+            1 - functional.cosine_similarity(before, now, dim=-1).flatten()
             for before, now in zip(self._start, self._centers(), strict=True)
         ]
         if drifts:

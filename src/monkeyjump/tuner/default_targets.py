@@ -59,7 +59,7 @@ def settle(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str]
         if (paths := [path for path in targets if reasons.get(path) == why])
     ]
     said = [f"always on instead of routed: {'; '.join(said)}"] if said else []
-    sizes = [len(paths) for paths in routed.values() if paths]
+    sizes = [len(paths) * config.units for paths in routed.values() if paths]
     if not sizes and config.placement != "ffn":
         config.layers_to_route = []
         said.append("so nothing is routed here")
@@ -69,7 +69,7 @@ def settle(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str]
         names = _short_names([path for path in reasons if path not in whole], targets)
         config.shared_modules = [*(config.shared_modules or []), *names, *whole]
     if sizes and _needs_several(config) and config.top_k > min(sizes):  # type: ignore[operator]
-        said.append(f"top_k is {min(sizes)} instead of {config.top_k}, since a block routes no more projections")
+        said.append(f"top_k is {min(sizes)} instead of {config.top_k}, since a block has no more experts")
         config.top_k = min(sizes)
     if said:
         warnings.warn(

@@ -122,10 +122,10 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
             for extra in role.extras:
                 getattr(self, f"monkeyjump_{extra.kind}")[adapter_name] = _new_extra(extra, config, role.width)
         if role is not None and config.uses_centers:
-            width = role.width
-            self.monkeyjump_center[adapter_name] = torch.zeros(width)
-            self.monkeyjump_staged_sum[adapter_name] = torch.zeros(width)
-            self.monkeyjump_staged_count[adapter_name] = torch.zeros(())
+            width, units = role.width, (config.units,) if config.expert_unit == "rank" else ()
+            self.monkeyjump_center[adapter_name] = torch.zeros(*units, width)
+            self.monkeyjump_staged_sum[adapter_name] = torch.zeros(*units, width)
+            self.monkeyjump_staged_count[adapter_name] = torch.zeros(units)
             self.monkeyjump_step[adapter_name] = torch.tensor(UNINITIALIZED)
             if config.route_space == "centered":
                 self.monkeyjump_mean[adapter_name] = torch.zeros(width)

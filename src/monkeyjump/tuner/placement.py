@@ -244,15 +244,17 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
     names = [path.rpartition(".")[2] for path in routed]
     found = []
     one_each = config.placement == "block" and (config.uses_centers or config.learns_router)
-    if one_each and config.top_k is not None and config.top_k > len(routed):
+    experts = len(routed) * config.units
+    if one_each and config.top_k is not None and config.top_k > experts:
+        ranks = f", times {config.units} ranks," if config.units > 1 else ""
         found.append(
-            f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names} of block {home!r}: "
-            f"lower top_k to {len(routed)} or less, or route more projections."
+            f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names}{ranks} of block "
+            f"{home!r}: lower top_k to {experts} or less, or route more projections."
         )
-    if config.task_experts is not None and max(config.task_experts) >= len(routed):
+    if config.task_experts is not None and max(config.task_experts) >= experts:
         found.append(
             f"task_experts={config.task_experts} names expert {max(config.task_experts)}, but block {home!r} has only "
-            f"experts 0..{len(routed) - 1} ({names})."
+            f"experts 0..{experts - 1} ({names})."
         )
     return found
 

@@ -135,9 +135,10 @@ def staged_load(model: nn.Module, adapter_name: str = "default") -> dict[str, Ex
     routers = [router for router in context.routers() if adapter_name in router.layers]
     routers = [r for r in routers if adapter_name in r.layers[adapter_name][0].monkeyjump_staged_count]
     staged = [layer.monkeyjump_staged_count[adapter_name] for r in routers for layer in r.layers[adapter_name]]
-    counts = torch.stack([count.to(staged[0].device) for count in staged]).double().cpu() if staged else torch.zeros(0)
+    flat = [count.to(staged[0].device).reshape(-1) for count in staged]
+    counts = torch.cat(flat).double().cpu() if staged else torch.zeros(0)
     for router in routers:  # one copy from the device for all of them
-        own, counts = counts.tensor_split([len(router.layers[adapter_name])])
+        own, counts = counts.tensor_split([len(router.names[adapter_name])])
         share = (own / own.sum().clamp_min(1)).tolist()
         loads[router.key] = ExpertLoad(list(router.names[adapter_name]), share, mean_gate=[])
     return loads

@@ -76,7 +76,7 @@ def initialize_centers(
         )
     tokens = num_tokens or config.init_tokens or _affordable(model, progress)
     routers = [router for router in context.routers() if name in router.layers]
-    experts = [(router.path, len(router.layers[name])) for router in routers]
+    experts = [(router.path, len(router.names[name])) for router in routers]
     asked = tokens, seed, restarts, *(getattr(config, field) for field in _DECIDING), *experts
     known = {} if known is None else known
     if asked not in known:
@@ -101,11 +101,11 @@ def compile_early(model: nn.Module) -> None:
         return
     for name, config in router.configs.items():
         if config.uses_centers and config.center_init == "kmeans":
-            centers = [layer.monkeyjump_center[name] for layer in router.layers[name]]
+            width, experts = router.layers[name][0].monkeyjump_center[name].shape[-1], len(router.names[name])
             generator = torch.Generator(parameter.device).manual_seed(0)
-            tokens = torch.empty(1, _FEW_TOKENS, len(centers[0]), dtype=parameter.dtype, device=parameter.device)
+            tokens = torch.empty(1, _FEW_TOKENS, width, dtype=parameter.dtype, device=parameter.device)
             tokens.normal_(generator=generator)
-            Thread(target=spherical_kmeans, args=(tokens, len(centers)), kwargs={"max_iter": 1}, daemon=True).start()
+            Thread(target=spherical_kmeans, args=(tokens, experts), kwargs={"max_iter": 1}, daemon=True).start()
 
 
 def _all_centers(
@@ -154,9 +154,8 @@ def draw_random_centers(context: RoutingContext, adapter_name: str, seed: int) -
 
 
 def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> Tensor:
-    layers = router.layers[adapter_name]
-    width = layers[0].monkeyjump_center[adapter_name].shape[0]
-    centers = torch.randn(len(layers), width, generator=_generator(router, seed))
+    width = router.layers[adapter_name][0].monkeyjump_center[adapter_name].shape[-1]
+    centers = torch.randn(len(router.names[adapter_name]), width, generator=_generator(router, seed))
     if router.configs[adapter_name].center_init == "random_normalized":
         centers = torch.nn.functional.normalize(centers, dim=-1)
     return centers
@@ -184,11 +183,11 @@ def _check_sample(collector: TokenCollector, routers: list[BlockRouter]) -> None
         if router.path not in collector.tokens:
             problems.append(f"block {router.path!r} never ran on this data, so it has no tokens to place centres by.")
             continue
-        sample, experts = collector.sample(router), len(router.layers[collector.adapter_name])
+        sample, experts = collector.sample(router), len(router.names[collector.adapter_name])
         if sample.shape[0] < experts:
             what = "sequences" if collector.config.granularity == "sequence" else "tokens"
             problems.append(
-                f"block {router.path!r} has {experts} routed projections but only {sample.shape[0]} {what} were found: "
+                f"block {router.path!r} has {experts} experts but only {sample.shape[0]} {what} were found: "
                 "give initialize_centers more data."
             )
         bad = int((~torch.isfinite(sample).all(-1)).sum())
@@ -206,8 +205,8 @@ def _chunks(routers: list[BlockRouter], collector: TokenCollector) -> Iterator[l
     name = collector.adapter_name
 
     def kind(router: BlockRouter) -> tuple:
-        layers = router.layers[name]
-        return collector.sample(router).shape, len(layers), layers[0].monkeyjump_center[name].device
+        device = router.layers[name][0].monkeyjump_center[name].device
+        return collector.sample(router).shape, len(router.names[name]), device
 
     for (shape, *_), group in groupby(routers, kind):
         alike, most = list(group), max(1, CLUSTERED_AT_ONCE // (4 * shape.numel()))
@@ -220,7 +219,7 @@ def _centers_of(
 ) -> list[tuple[Tensor, Tensor | None, list[float]]]:
     """For each block: centres [E, D], mean direction or None, share of the sample nearest to each centre."""
     config, name = collector.config, collector.adapter_name
-    experts = len(routers[0].layers[name])
+    experts = len(routers[0].names[name])
     h_LND = torch.stack([collector.sample(router) for router in routers])
     h_LND = h_LND.to(routers[0].layers[name][0].monkeyjump_center[name].device)
     means: list[Tensor | None] = [None] * len(routers)
@@ -245,7 +244,7 @@ def _drawn(router: BlockRouter, h: Tensor, collector: TokenCollector, seed: int)
     """Centres that are random tokens of the sample, or random vectors."""
     if collector.config.center_init != "random_tokens":
         return _random_centers(router, collector.adapter_name, seed).to(h.device)
-    rows = torch.randperm(h.shape[0], generator=_generator(router, seed))[: len(router.layers[collector.adapter_name])]
+    rows = torch.randperm(h.shape[0], generator=_generator(router, seed))[: len(router.names[collector.adapter_name])]
     return ops.features(h[rows.to(h.device)], None, normalize=collector.config.ema_space == "normalized")
 
 
@@ -257,8 +256,10 @@ def _generator(router: BlockRouter, seed: int) -> torch.Generator:
 @torch.no_grad()
 def _set_centers(router: BlockRouter, name: str, centers: Tensor, mean: Tensor | None) -> None:
     """Write the centres and start the schedule at zero."""
-    for layer, center in zip(router.layers[name], centers, strict=True):
-        layer.monkeyjump_center[name].copy_(_same_on_all_ranks(center.to(layer.monkeyjump_center[name].device)))
+    layers = router.layers[name]
+    for layer, own in zip(layers, centers.unflatten(0, (len(layers), -1)), strict=True):
+        center = layer.monkeyjump_center[name]
+        center.copy_(_same_on_all_ranks(own.to(center.device).view_as(center)))
         if mean is not None:
             layer.monkeyjump_mean[name].copy_(_same_on_all_ranks(mean.to(layer.monkeyjump_mean[name].device)))
         layer.monkeyjump_staged_sum[name].zero_()

@@ -110,11 +110,14 @@ def _reduce(name: str, layers: Layers) -> None:
     for part in _alike(layers, name):
         sums = [layer.monkeyjump_staged_sum[name] for layer in part]
         counts = [layer.monkeyjump_staged_count[name] for layer in part]
-        flat = torch.cat([torch.stack(sums).flatten(), torch.stack(counts)])
+        shapes = [torch.stack(sums).shape, torch.stack(counts).shape]
+        flat = torch.cat([torch.stack(sums).flatten(), torch.stack(counts).flatten()])
         distributed.all_reduce(flat)
         with torch.no_grad():
-            torch._foreach_copy_(sums, list(flat[: -len(part)].view(len(part), -1).unbind()))
-            torch._foreach_copy_(counts, list(flat[-len(part) :].unbind()))
+            for staged, shape, values in zip(
+                (sums, counts), shapes, flat.split([s.numel() for s in shapes]), strict=True
+            ):
+                torch._foreach_copy_(staged, list(values.view(shape).unbind()))
 
 
 def _alike(layers: Layers, name: str) -> list[Layers]:
@@ -122,5 +125,5 @@ def _alike(layers: Layers, name: str) -> list[Layers]:
     parts: dict[tuple, Layers] = {}
     for layer in layers:
         center = layer.monkeyjump_center[name]
-        parts.setdefault((center.shape[0], center.device), []).append(layer)
+        parts.setdefault((center.shape, center.device), []).append(layer)
     return list(parts.values())

@@ -89,14 +89,20 @@ class BlockRouter:
             call.alone = True
         return call
 
+    def gates_each(self, adapter_name: str) -> int:
+        """Gates of one projection."""
+        return 1
+
     def gate(self, adapter_name: str, position: int, x: Tensor) -> Tensor:
-        """The gate of the tokens of x, [..., 1]."""
-        return self._fitted(self._gates_of(adapter_name)[..., position, None], x, adapter_name, position)
+        """The gates of the tokens of x, [..., G]; mostly one."""
+        first, number = position * self.gates_each(adapter_name), self.gates_each(adapter_name)
+        return self._fitted(self._gates_of(adapter_name).narrow(-1, first, number), x, adapter_name, position)
 
     def gate_all(self, adapter_name: str, positions: list[int], x: Tensor) -> GateColumns | list[Tensor]:
         """The gates of projections that read the same x, as columns of one tensor where that is possible."""
         wide = self._fitted(self._gates_of(adapter_name), x, adapter_name, positions[0])
-        return GateColumns(wide, tuple(positions), 1)
+        number = self.gates_each(adapter_name)
+        return GateColumns(wide, tuple(number * position for position in positions), number)
 
     def observes(self, adapter_name: str) -> bool:
         """Whether `observe` wants to see the projections of this adapter."""
@@ -124,7 +130,7 @@ class BlockRouter:
             gate = gate.expand(*shape, -1).reshape(-1, gate.shape[-1])
         rows_only = gate.dim() == 3 and gate.shape[1] == 1 and x.shape[0] == gate.shape[0]
         if x.shape[:-1] != gate.shape[:-1] and not rows_only:
-            expert = self.names[adapter_name][position]
+            expert = self.names[adapter_name][position * self.gates_each(adapter_name)]
             raise ConfigError(
                 f"projection {expert!r} of block {self.path!r} sees tokens of shape {tuple(x.shape[:-1])}, but the "
                 f"block was entered by {tuple(shape)}: it cannot be routed token by token. Add it to "

@@ -5,17 +5,30 @@ Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.centroid import Staged, decide, shuffled_gates, task_gates, uniform_gates
 from monkeyjump.tuner.call import BlocksCall, expanded_rows
+from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.placement import Block
 from monkeyjump.tuner.routers.base import BlockRouter
 
 
 class CentroidRouter(BlockRouter):
     """Makes gates without parameters or gradients: by centres, by task, or the same for all (a control)."""
+
+    def add(self, adapter_name: str, config: MonkeyJumpConfig, block: Block, layers: list[MonkeyJumpLayer]) -> None:
+        super().add(adapter_name, config, block, layers)
+        if config.expert_unit == "rank":
+            self.names[adapter_name] = tuple(f"{name}.{rank}" for name in block.names for rank in range(config.units))
+
+    def gates_each(self, adapter_name: str) -> int:
+        return self.configs[adapter_name].units
 
     def collects(self) -> bool:
         return self.blocks.context.collector is not None
@@ -41,9 +54,9 @@ class CentroidRouter(BlockRouter):
                 )
 
     def _decided(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
-        config, layers = self.configs[name], self.layers[name]
+        config = self.configs[name]
         if config.router == "uniform":
-            return uniform_gates(h, len(layers), config)
+            return uniform_gates(h, len(self.names[name]), config)
         if config.granularity == "task":
             task_ids = self._task_ids(call, h)
             if task_ids is None:
@@ -51,7 +64,7 @@ class CentroidRouter(BlockRouter):
                     "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "
                     "(with the Trainer also set remove_unused_columns=False), or choose granularity='token'."
                 )
-            return task_gates(task_ids, len(layers), config)
+            return task_gates(task_ids, len(self.names[name]), config)
         if config.granularity == "sequence" and call.kept is not None and (self.path, name) in call.kept:
             gates = expanded_rows(call.kept[self.path, name], h.shape[0])
             call.fresh[self.path, name] = gates
@@ -63,7 +76,7 @@ class CentroidRouter(BlockRouter):
 
     def _route(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config, layers = self.configs[name], self.layers[name]
-        centers = [layer.monkeyjump_center[name] for layer in layers]
+        centers = _each(layer.monkeyjump_center[name] for layer in layers)
         if h.shape[-1] != centers[0].shape[0]:
             raise ConfigError(
                 f"block {self.path!r} is entered by states of width {h.shape[-1]}, but the centres of adapter "
@@ -72,11 +85,17 @@ class CentroidRouter(BlockRouter):
         mean = layers[0].monkeyjump_mean[name] if config.route_space == "centered" else None
         staged = None
         if call.staging and call.statistics:
-            sums = [layer.monkeyjump_staged_sum[name] for layer in layers]
-            staged = Staged(sums, [layer.monkeyjump_staged_count[name] for layer in layers])
+            counts = [layer.monkeyjump_staged_count[name] for layer in layers]
+            counts = [count for own in counts for count in (own.unbind() if own.dim() else (own,))]
+            staged = Staged(_each(layer.monkeyjump_staged_sum[name] for layer in layers), counts)
         selection = call.selection(name, config, call.shape, h.device)
         h = h.detach().to(centers[0].device)
         gates = decide(h, centers, mean, selection, config, training=training, into=staged)
         if config.router == "shuffled":
             gates = shuffled_gates(gates, call.real_tokens(call.shape, h.device))
         return gates
+
+
+def _each(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The vectors [D] of all experts; a projection holds one, or one for each of its ranks, [R, D]."""
+    return [row for tensor in tensors for row in (tensor.unbind() if tensor.dim() > 1 else (tensor,))]
