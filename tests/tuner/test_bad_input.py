@@ -189,7 +189,7 @@ def test_fewer_tokens_than_experts() -> None:
         mj.initialize_centers(model, [{"input_ids": token_ids(1, 2)}], progress=False)
     assert_same(before, routing_state(model))
     sequence = wrap(tiny_llama(), center_init="kmeans", granularity="sequence")
-    with pytest.raises(mj.ConfigError, match=r"3 routed projections but only 2 sequences"):
+    with pytest.raises(mj.ConfigError, match=r"3 experts but only 2 sequences"):
         mj.initialize_centers(sequence, [lm_batch(batch=2, length=20)], progress=False)
 
 
