@@ -37,6 +37,8 @@ def test_json_csv_and_html_hold_the_same_numbers(report):
             assert float(line[f"{side}_high"]) == row[f"{side}_interval"]["high"]
             assert f">{percent(row[side], signed=side == 'difference')}<" in shown
         assert f"{percent(row['adapter'])}" in str(report)
+        for name in ("base_nll", "adapter_nll"):
+            assert line[name] == ("" if row[name] is None else str(row[name]))
         for name in ("majority", "base_top", "adapter_top"):
             share, answer = row[name], row[f"{name}_answer"]
             assert line[name] == ("" if share is None else str(share))

@@ -61,6 +61,8 @@ def test_scores_equal_a_naive_loop(tokenizer, examples, mode, kind):
     for prediction, item in zip(predictions, items, strict=True):
         expected = naive_scores(model, encoder, item, mode, {"routed": True} if kind else {})
         assert prediction.scores == pytest.approx(expected, abs=2e-4)
+        shares = torch.tensor(prediction.scores, dtype=torch.float64).log_softmax(0)
+        assert prediction.nll == pytest.approx(float(-shares[item.label]))
         assert prediction.predicted == max(range(len(expected)), key=expected.__getitem__)
         assert prediction.gold == item.label
         assert prediction.correct == (prediction.predicted == item.label)

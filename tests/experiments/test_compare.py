@@ -75,10 +75,10 @@ class FakeRuns:
     def report(self, recipe: Recipe) -> Any:
         skill = {"lora": 0.6, "mjlora": 0.7}.get(recipe.method, 0.5) + 0.01 * recipe.seed
         rows = [
-            SimpleNamespace(task=task, family=family, adapter=skill + bonus, base=0.4, n=10)
+            SimpleNamespace(task=task, family=family, adapter=skill + bonus, base=0.4, n=10, adapter_nll=1 - skill)
             for task, family, bonus in (("sst2", "glue", 0.0), ("boolq", "commonsense", 0.1))
         ]
-        return SimpleNamespace(mean=skill + 0.05, rows=rows)
+        return SimpleNamespace(mean=skill + 0.05, rows=rows, overall=SimpleNamespace(adapter_nll=1 - skill))
 
 
 @pytest.fixture
@@ -176,6 +176,8 @@ def test_tables_pair_differences_by_seed(fakes: FakeRuns, tmp_path: Path) -> Non
     difference = found.differences("lora")["mjlora"]
     assert difference.mean == pytest.approx(0.1)
     assert difference.standard_error == pytest.approx(0.0, abs=1e-9)
+    assert found.differences("lora", "mean_nll")["mjlora"].mean == pytest.approx(-0.1)
+    assert found.differences("lora", "unknown") == {}
     json_path, csv_path = save_comparison(found, tmp_path)
     record = json.loads(json_path.read_text())
     assert record["metrics"]["results"]["mean"]["lora"] == pytest.approx([0.65, 0.66, 0.67])

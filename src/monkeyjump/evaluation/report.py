@@ -57,6 +57,8 @@ class ReportRow:
     base_top_answer: str | None = None
     adapter_top: float | None = None
     adapter_top_answer: str | None = None
+    base_nll: float | None = None  # of the right option among the options, in nats: the mean over rows that have both
+    adapter_nll: float | None = None
 
     @property
     def score(self) -> float | None:
@@ -107,6 +109,8 @@ def _mean_row(
         stacked = np.stack([replicates[task][side] for task in good]) if good else np.full((1, 1), math.nan)
         drawn[side] = stacked.mean(0)
         changes: dict[str, Any] = {side: value, f"{side}_interval": percentile_interval(drawn[side])}
+        nlls = [nll for r in rows if (nll := getattr(r, f"{side}_nll")) is not None]
+        changes[f"{side}_nll"] = sum(nlls) / len(nlls) if nlls else None
         row = replace(row, **changes)
     return row.with_difference(drawn)
 
@@ -154,7 +158,8 @@ class EvaluationReport:
     def to_csv(self) -> str:
         plain = ["kind", "task", "family", "metric", "mode", "n"]
         names = [f"{m}{end}" for m in _MEASURES for end in ("", "_low", "_high")]
-        last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "dropped", "truncated", "unreadable"]
+        last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "base_nll", "adapter_nll"]
+        last += ["dropped", "truncated", "unreadable"]
         lines: list[Any] = [[*plain, *names, *last]]
         for row in self.ordered():
             values: list[Any] = [getattr(row, name) for name in plain]

@@ -35,6 +35,11 @@ def _numbers(predictions: Sequence[Prediction]) -> tuple[list[float], list[float
     return predicted, [float(prediction.gold_value or 0.0) for prediction in predictions]
 
 
+def _mean_nll(predictions: Sequence[Prediction]) -> float | None:
+    found = [nll for prediction in predictions if (nll := prediction.nll) is not None]
+    return metrics.mean(found) if found else None
+
+
 def _frequent_answers(
     metric: str, examples: Sequence[Example], sides: Mapping[str, Sequence[Prediction]]
 ) -> dict[str, Any]:
@@ -101,6 +106,8 @@ def task_row(
         adapter=scores.get("adapter"),
         base_interval=intervals.get("base"),
         adapter_interval=intervals.get("adapter"),
+        base_nll=_mean_nll(sides.get("base", [])),
+        adapter_nll=_mean_nll(sides.get("adapter", [])),
         **_frequent_answers(task.metric, examples, sides),
     )
     return row.with_difference(replicates), replicates

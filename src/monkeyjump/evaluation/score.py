@@ -59,6 +59,14 @@ class Prediction:
         """What the answer counts in the task's score."""
         return float(self.correct) if self.points is None else self.points
 
+    @property
+    def nll(self) -> float | None:
+        """Minus the log of the right option's share among the options, in nats; None where options have no scores."""
+        if self.scores is None or not 0 <= self.gold < len(self.scores):
+            return None
+        top = max(self.scores)
+        return top + math.log(sum(math.exp(score - top) for score in self.scores)) - self.scores[self.gold]
+
 
 def predict(
     model: nn.Module,

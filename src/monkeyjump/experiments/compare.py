@@ -156,6 +156,8 @@ def _test_metrics(report: EvaluationReport) -> dict[str, Any]:
         "base": {row.task: row.base for row in report.rows},
         "families": {row.task: row.family for row in report.rows},
         "rows": {row.task: row.n for row in report.rows},
+        "nll": {row.task: row.adapter_nll for row in report.rows},
+        "mean_nll": report.overall.adapter_nll,
     }
 
 

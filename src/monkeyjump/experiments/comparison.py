@@ -121,11 +121,17 @@ class Comparison:
         columns = [self.values(method, task) for task in self.families()[family]]
         return [fmean(by_task) for by_task in zip(*columns, strict=True)]
 
-    def differences(self, reference: str) -> dict[str, PairedDifference]:
-        """Method less reference in the mean of all tasks, paired by seed."""
-        base = self.values(reference, "mean")
+    def differences(self, reference: str, measure: str = "mean") -> dict[str, PairedDifference]:
+        """Method less reference in the mean of all tasks (or in `mean_nll`), paired by seed; nothing where it lacks."""
+        values = {method: self.measured(method, measure) for method in self.methods}
+        base = values.pop(reference)
+        whole = None not in base
         return {
-            method: paired_difference(self.values(method, "mean"), base)
-            for method in self.methods
-            if method != reference
+            method: paired_difference(found, base)  # type: ignore[arg-type]
+            for method, found in values.items()
+            if whole and None not in found
         }
+
+    def measured(self, method: str, measure: str) -> list[float | None]:
+        """A measure of the final runs, in the order of the seeds."""
+        return [cell.metrics.get(measure) for cell in self.final if cell.method == method]

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from monkeyjump.evaluation.metrics import PairedDifference
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.record import RunRecord, numbered, read_record, write_atomic, write_record
 from monkeyjump.tables import Bold, Table, csv_text
@@ -70,13 +71,18 @@ def _costs_table(comparison: Comparison) -> Table:
 
 
 def _differences_table(comparison: Comparison) -> Table:
-    reference = comparison.methods[0]
-    rows = []
+    reference, rows = comparison.methods[0], []
+    nlls = comparison.differences(reference, "mean_nll")
     for method, found in comparison.differences(reference).items():
-        numbers = (f"{100 * found.standard_error:.2f}", f"{found.p_value:.2f}") if found.n > 1 else ("", "")
-        rows.append([method, f"{100 * found.mean:+.2f}", *numbers])
+        cells = [*_difference(found, 100), *(_difference(nlls[method], 1000) if method in nlls else [""] * 3)]
+        rows.append([method, *cells])
     title = f"Difference to {reference} in the mean of all tasks, paired by seed"
-    return Table(title, ["method", "points", "s.e.", "p"], rows)
+    return Table(title, ["method", "points", "s.e.", "p", "NLL x 1000", "s.e.", "p"], rows)
+
+
+def _difference(found: PairedDifference, scale: float) -> list[str]:
+    more = [f"{scale * found.standard_error:.2f}", f"{found.p_value:.2f}"] if found.n > 1 else ["", ""]
+    return [f"{scale * found.mean:+.2f}", *more]
 
 
 def costs(comparison: Comparison, method: str) -> dict[str, Any]:
