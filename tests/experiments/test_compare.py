@@ -104,6 +104,25 @@ def test_the_rate_is_chosen_on_validation_and_only_final_runs_see_test(fakes: Fa
     assert all("mean" in cell.metrics for cell in found.final)
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_search_widens_until_its_ends_do_not_win(
+    fakes: FakeRuns, tmp_path: Path, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best rate of the fakes is 2e-3; a second command takes the same way without a run."""
+    if jobs > 1:
+        from tests.experiments.test_jobs import FakeWorkers
+
+        FakeWorkers(monkeypatch)
+    for lrs, found in (([5e-4, 1e-3], [5e-4, 1e-3, 2e-3, 4e-3]), ([4e-3, 8e-3], [4e-3, 8e-3, 2e-3, 1e-3])):
+        for _ in range(2):
+            output = tmp_path / str(lrs[0])
+            grid = compare(load_recipe("quickstart"), ["lora"], [0, 1], lrs, output, jobs=jobs, widen=True)
+            assert grid.lrs["lora"] == pytest.approx(found)
+            assert grid.best_lr("lora") == 2e-3
+            assert len(fakes.asked) == len(set(fakes.asked))
+        fakes.asked.clear()
+
+
 def test_a_rate_at_which_training_diverged_is_not_chosen(fakes: FakeRuns, tmp_path: Path) -> None:
     fakes.diverge = {2e-3}  # the best by validation, taken from a checkpoint before it blew up
     assert compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path).best_lr("lora") == 1e-3

@@ -144,7 +144,7 @@ def test_auto_jobs(
     monkeypatch.setattr(module.torch.cuda, "get_device_properties", lambda _: memory)
     monkeypatch.setattr(module.os, "cpu_count", lambda: cores)
     recipe = load_recipe("quickstart", [f"model={tmp_path}"])
-    comparison = Comparison(recipe, ["lora"], [*range(runs)], {"lora": [1e-3]})
+    comparison = Comparison(recipe, {"lora": recipe}, [*range(runs)], {"lora": [1e-3]})
     assert module.auto_jobs(comparison) == jobs
 
 

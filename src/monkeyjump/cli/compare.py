@@ -14,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lrs", metavar="X,Y,...", help="learning rates to search on validation (default: the recipe's)"
     )
+    parser.add_argument(
+        "--widen", action="store_true", help="try further rates until neither end of the search is the best"
+    )
     parser.add_argument("--tasks", metavar="A,B,...", help="tasks instead of the recipe's")
     parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub")
     parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/compare-<recipe>)")
@@ -42,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--lrs {options.lrs or recipe.train.lr} must be above 0 and finite, --seeds {options.seeds} at least 1."
         )
+    if options.widen and len(set(lrs)) == 1:
+        raise ConfigError("--widen goes on from the ends of a search: give --lrs at least two rates.")
     if options.jobs != "auto" and not (options.jobs.isdecimal() and int(options.jobs)):
         raise ConfigError(f"--jobs {options.jobs} must be a number of runs from 1, or auto.")
     with uncollected():  # only now: they bring torch, which no mistake above has to wait for
@@ -58,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
             output,
             controls=not options.no_controls,
             jobs=options.jobs if options.jobs == "auto" else int(options.jobs),
+            widen=options.widen,
         )
     except KeyboardInterrupt:
         print(f"\nstopped; finished runs are kept in {output}. The same command goes on where this one stopped.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -41,21 +42,33 @@ def compare(
     *,
     controls: bool = True,
     jobs: int | str = 1,
+    widen: bool = False,
 ) -> Comparison:
     """Run whatever of the grid is not there yet, then put it together.
 
+    `widen` adds rates to the search of a method whose best is the lowest or the highest of them.
     `jobs` runs are made at a time, each in a process of its own; 1: in this process; "auto": as `jobs.auto_jobs` says.
     """
     chosen = with_controls(methods) if controls else list(dict.fromkeys(methods))
-    for method, settings in presets.overrides_of_each(chosen, recipe.preset, recipe.adapter).items():
-        presets.build(method, recipe.preset, **settings)  # every bad name or setting before the first run
-    if not seeds or not lrs:
-        raise ConfigError("compare needs at least one seed and one learning rate.")
+    own = presets.overrides_of_each(chosen, recipe.preset, recipe.adapter)
+    recipes = {method: recipe.model_copy(update={"method": method, "adapter": own[method]}) for method in chosen}
+    gates = {method: method.removesuffix("_uniform") for method in chosen if method.endswith("_uniform")}
+    rates = {method: list(dict.fromkeys(lrs)) for method in chosen}
+    return run_grid(Comparison(recipe, recipes, list(dict.fromkeys(seeds)), rates, gates, widen), output, jobs)
+
+
+def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1) -> Comparison:
+    """Every bad name or setting first, then the runs."""
+    for recipe in comparison.recipes.values():
+        presets.build(recipe.method, recipe.preset, **recipe.adapter)
+    if not comparison.seeds or not all(comparison.lrs.values()):
+        raise ConfigError("a comparison needs at least one seed and one learning rate.")
     writable_folder(output, "output")
     # the search does not open test, and would find it broken late
-    look_at(expand(recipe.tasks, recipe.data.bad_media), recipe.data.folder)
-    rates = list(dict.fromkeys(lrs))
-    comparison = Comparison(recipe, chosen, list(dict.fromkeys(seeds)), dict.fromkeys(chosen, rates))
+    for tasks, bad_media, folder in {
+        (tuple(r.tasks), r.data.bad_media, r.data.folder) for r in comparison.recipes.values()
+    }:
+        look_at(expand(list(tasks), bad_media), folder)
     if jobs != 1:
         from monkeyjump.experiments.jobs import run_jobs
 
@@ -106,15 +119,13 @@ def recorded(recipe: Recipe) -> AbstractContextManager[RunRecord]:
 
 
 def cell_recipe(comparison: Comparison, output: Path, wanted: Wanted) -> Recipe:
-    method, lr, seed = wanted.method, wanted.lr, wanted.seed
-    settings = copy.deepcopy(comparison.recipe.to_dict())
-    settings.update(method=method, seed=seed, name=f"{method}-{lr:g}-{seed}")
-    settings["output"] = str(output / "cells" / method / f"lr-{lr:g}" / f"seed-{seed}")
+    lr, seed, folder = wanted.lr, wanted.seed, re.sub(r"[^\w.+=-]+", "-", wanted.method)
+    settings = copy.deepcopy(comparison.recipes[wanted.method].to_dict())
+    settings.update(seed=seed, name=f"{folder}-{lr:g}-{seed}")
+    settings["output"] = str(output / "cells" / folder / f"lr-{lr:g}" / f"seed-{seed}")
     settings["train"]["lr"] = lr
-    own = presets.overrides_of_each(comparison.methods, comparison.recipe.preset, settings["adapter"])
-    settings["adapter"] = own[method]
-    if method.endswith("_uniform") and "uniform_gate" not in settings["adapter"]:
-        settings["adapter"] |= _matched_gate(comparison, method.removesuffix("_uniform"))
+    if wanted.method in comparison.gates and "uniform_gate" not in settings["adapter"]:
+        settings["adapter"] |= _matched_gate(comparison, comparison.gates[wanted.method])
     recipe = recipe_from(settings)
     # what was finished with other settings stays, and this run lies beside it
     recipe.output = str(next(folder for folder in numbered(recipe.folder) if _may_be_run(folder / CELL, recipe)))

@@ -13,6 +13,8 @@ from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.shared import Shared
 
+MOST_RATES = 8  # that a search widens to
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -39,14 +41,22 @@ class Cell:
 
 @dataclass
 class Comparison:
+    """`recipes` are what is compared, by name: methods, or variants of one. `recipe` is what they have in common."""
+
     recipe: Recipe
-    methods: list[str]
+    recipes: dict[str, Recipe]
     seeds: list[int]
     lrs: dict[str, list[float]]
+    gates: dict[str, str] = field(default_factory=dict)  # a constant gate -> the name of what it has the mean gate of
+    widen: bool = False  # rates are added until neither the lowest nor the highest is the best
     searched: list[Cell] = field(default_factory=list)
     final: list[Cell] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of the runs that this process made
     shared: Shared = field(default_factory=Shared)
+
+    @property
+    def methods(self) -> list[str]:
+        return list(self.recipes)
 
     @property
     def done(self) -> int:
@@ -63,8 +73,8 @@ class Comparison:
     def wanted(self) -> list[Wanted]:
         """The runs that are missing and whose needs are there, method by method.
 
-        Final runs need the rate that the search of their method finds. A uniform control needs the mean gate of the
-        routed method that is named before it.
+        Final runs need the rate that the search of their method finds. A constant gate needs the mean gate of what it
+        is the control of.
         """
         found, complete = [], set[str]()
         for place, method in enumerate(self.methods):
@@ -75,8 +85,7 @@ class Comparison:
                 missing = self._missing([Wanted(method, rate, seed, True) for seed in self.seeds], self.final)
             if not missing:
                 complete.add(method)
-            routed = method.removesuffix("_uniform")
-            if routed == method or routed not in self.methods[:place] or routed in complete:
+            if self.gates.get(method) not in self.methods[:place] or self.gates[method] in complete:
                 found += missing
         return found
 
@@ -88,8 +97,22 @@ class Comparison:
         """Take the result of a run, in the order of methods, rates and seeds, whichever came first."""
         cells = self.final if wanted.test else self.searched
         cells.append(Cell(wanted.method, wanted.lr, wanted.seed, record.metrics))
-        rates = self.lrs[wanted.method]
-        cells.sort(key=lambda c: (self.methods.index(c.method), rates.index(c.lr), self.seeds.index(c.seed)))
+        cells.sort(
+            key=lambda c: (self.methods.index(c.method), self.lrs[c.method].index(c.lr), self.seeds.index(c.seed))
+        )
+        if self.widen and not wanted.test:
+            self._widen(wanted.method)
+
+    def _widen(self, method: str) -> None:
+        """Once all rates of a method are tried: the next one beyond the end, if the best lies there."""
+        rates, tried = sorted(self.lrs[method]), [cell for cell in self.searched if cell.method == method]
+        if len(tried) < len(rates) or len(rates) >= MOST_RATES:
+            return
+        best = self.best_lr(method)
+        if best == rates[-1]:
+            self.lrs[method].append(float(f"{best * best / rates[-2]:.3g}"))
+        elif best == rates[0]:
+            self.lrs[method].append(float(f"{best * best / rates[1]:.3g}"))
 
     def best_lr(self, method: str) -> float:
         tried = [cell for cell in self.searched if cell.method == method]

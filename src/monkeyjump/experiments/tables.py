@@ -115,6 +115,7 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
                 for c in comparison.searched
             ],
             "results": dict(rows),
+            "nll": {method: comparison.measured(method, "mean_nll") for method in comparison.methods},
             "base": comparison.final[0].metrics.get("base"),
             "test_rows": comparison.final[0].metrics.get("rows"),
             "costs": {method: costs(comparison, method) for method in comparison.methods},
