@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import TYPE_CHECKING
+
+from monkeyjump.errors import ConfigError
+
+if TYPE_CHECKING:
+    from monkeyjump.training.recipe import Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.errors import ConfigError
     from monkeyjump.first_imports import uncollected
     from monkeyjump.training.recipe import load_recipe
 
@@ -37,18 +42,7 @@ def run(options: argparse.Namespace) -> int:
     overrides += [f"data.folder={options.data}"] if options.data else []
     overrides += [f"tasks={options.tasks}"] if options.tasks else []
     recipe = load_recipe(options.recipe, overrides)
-    try:
-        lrs = [float(word) for word in options.lrs.split(",")] if options.lrs else [recipe.train.lr]
-    except ValueError:
-        raise ConfigError(f"--lrs {options.lrs} must be numbers with commas between them, e.g. 1e-4,3e-4.") from None
-    if not all(0 < lr < math.inf for lr in lrs) or options.seeds < 1:
-        raise ConfigError(
-            f"--lrs {options.lrs or recipe.train.lr} must be above 0 and finite, --seeds {options.seeds} at least 1."
-        )
-    if options.widen and len(set(lrs)) == 1:
-        raise ConfigError("--widen goes on from the ends of a search: give --lrs at least two rates.")
-    if options.jobs != "auto" and not (options.jobs.isdecimal() and int(options.jobs)):
-        raise ConfigError(f"--jobs {options.jobs} must be a number of runs from 1, or auto.")
+    lrs, jobs = checked_rates(options, recipe), checked_jobs(options)
     with uncollected():  # only now: they bring torch, which no mistake above has to wait for
         from monkeyjump.experiments.compare import compare
         from monkeyjump.experiments.tables import comparison_tables, save_comparison
@@ -62,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             lrs,
             output,
             controls=not options.no_controls,
-            jobs=options.jobs if options.jobs == "auto" else int(options.jobs),
+            jobs=jobs,
             widen=options.widen,
         )
     except KeyboardInterrupt:
@@ -73,3 +67,24 @@ def run(options: argparse.Namespace) -> int:
     for path in save_comparison(comparison, output):
         print(f"saved       {path}")
     return 0
+
+
+def checked_rates(options: argparse.Namespace, recipe: Recipe) -> list[float]:
+    """The learning rates to search."""
+    try:
+        lrs = [float(word) for word in options.lrs.split(",")] if options.lrs else [recipe.train.lr]
+    except ValueError:
+        raise ConfigError(f"--lrs {options.lrs} must be numbers with commas between them, e.g. 1e-4,3e-4.") from None
+    if not all(0 < lr < math.inf for lr in lrs) or options.seeds < 1:
+        raise ConfigError(
+            f"--lrs {options.lrs or recipe.train.lr} must be above 0 and finite, --seeds {options.seeds} at least 1."
+        )
+    if options.widen and len(set(lrs)) == 1:
+        raise ConfigError("--widen goes on from the ends of a search: give --lrs at least two rates.")
+    return lrs
+
+
+def checked_jobs(options: argparse.Namespace) -> int | str:
+    if options.jobs != "auto" and not (options.jobs.isdecimal() and int(options.jobs)):
+        raise ConfigError(f"--jobs {options.jobs} must be a number of runs from 1, or auto.")
+    return options.jobs if options.jobs == "auto" else int(options.jobs)

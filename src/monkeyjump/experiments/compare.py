@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -54,7 +53,7 @@ def compare(
     recipes = {method: recipe.model_copy(update={"method": method, "adapter": own[method]}) for method in chosen}
     gates = {method: method.removesuffix("_uniform") for method in chosen if method.endswith("_uniform")}
     rates = {method: list(dict.fromkeys(lrs)) for method in chosen}
-    return run_grid(Comparison(recipe, recipes, list(dict.fromkeys(seeds)), rates, gates, widen), output, jobs)
+    return run_grid(Comparison(recipe, recipes, list(dict.fromkeys(seeds)), rates, gates, widen=widen), output, jobs)
 
 
 def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1) -> Comparison:
@@ -119,7 +118,7 @@ def recorded(recipe: Recipe) -> AbstractContextManager[RunRecord]:
 
 
 def cell_recipe(comparison: Comparison, output: Path, wanted: Wanted) -> Recipe:
-    lr, seed, folder = wanted.lr, wanted.seed, re.sub(r"[^\w.+=-]+", "-", wanted.method)
+    lr, seed, folder = wanted.lr, wanted.seed, comparison.folders.get(wanted.method, wanted.method)
     settings = copy.deepcopy(comparison.recipes[wanted.method].to_dict())
     settings.update(seed=seed, name=f"{folder}-{lr:g}-{seed}")
     settings["output"] = str(output / "cells" / folder / f"lr-{lr:g}" / f"seed-{seed}")

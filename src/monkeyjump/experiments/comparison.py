@@ -48,6 +48,7 @@ class Comparison:
     seeds: list[int]
     lrs: dict[str, list[float]]
     gates: dict[str, str] = field(default_factory=dict)  # a constant gate -> the name of what it has the mean gate of
+    folders: dict[str, str] = field(default_factory=dict)  # of the runs, where a name does not say what they are
     widen: bool = False  # rates are added until neither the lowest nor the highest is the best
     searched: list[Cell] = field(default_factory=list)
     final: list[Cell] = field(default_factory=list)

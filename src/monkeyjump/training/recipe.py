@@ -167,6 +167,14 @@ def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
     return recipe_from(settings, f"recipe {source!r}")
 
 
+def overridden(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
+    """The recipe with `key=value` overrides on top."""
+    settings = recipe.to_dict()
+    for override in overrides:
+        _apply(settings, override)
+    return recipe_from(settings, f"recipe {recipe.name!r}")
+
+
 def recipe_from(settings: Mapping[str, Any], title: str = "recipe") -> Recipe:
     """A recipe from plain data, checked like a file."""
     return validated(Recipe, settings, title, check)

@@ -1,0 +1,105 @@
+"""A study as a table and a picture, from the grid of its runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.experiments.study import PLAIN, Study
+from monkeyjump.experiments.tables import spread
+from monkeyjump.record import RunRecord, write_atomic, write_record
+from monkeyjump.tables import Table, csv_text
+
+
+def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """For each variant: the mean metric over seeds, its spread, the NLL, differences to the reference, failures."""
+    reference, found = comparison.methods[0], []
+    points, nlls = comparison.differences(reference), comparison.differences(reference, "mean_nll")
+    for label in comparison.methods:
+        cells = [cell.metrics for cell in comparison.final if cell.method == label]
+        values, nll = (
+            comparison.values(label, "mean"),
+            [v for v in comparison.measured(label, "mean_nll") if v is not None],
+        )
+        found.append(
+            {
+                "variant": label,
+                "lr": comparison.best_lr(label),
+                "mean": fmean(values),
+                "sd": spread(values),
+                "nll": fmean(nll) if nll else None,
+                "difference": asdict(points[label]) if label in points else None,
+                "nll_difference": asdict(nlls[label]) if label in nlls else None,
+                "diverged": sum(cell.get("diverged_at") is not None for cell in cells),
+                "trainable": cells[0]["trainable"],
+                "by_task": {task: fmean(comparison.values(label, task)) for task in comparison.tasks()},
+            }
+        )
+    return found
+
+
+def study_table(study: Study, comparison: Comparison) -> Table:
+    rows = []
+    for row in study_rows(comparison):
+        mean, nll = f"{100 * row['mean']:.1f} ±{100 * row['sd']:.1f}", "" if row["nll"] is None else f"{row['nll']:.3f}"
+        against = [_signed(row["difference"], 100), _signed(row["nll_difference"], 1000)]
+        rows.append([row["variant"], f"{row['lr']:g}", mean, against[0], nll, against[1], str(row["diverged"] or "")])
+    title = f"{study.title} ({len(comparison.seeds)} seeds; differences to {comparison.methods[0]}, ± s.e.)"
+    return Table(title, ["variant", "lr", "mean", "diff", "NLL", "x 1000", "failed"], rows)
+
+
+def _signed(difference: dict[str, Any] | None, scale: float) -> str:
+    if difference is None:
+        return ""
+    error = f" ±{scale * difference['standard_error']:.1f}" if difference["n"] > 1 else ""
+    return f"{scale * difference['mean']:+.1f}{error}"
+
+
+def save_study(name: str, study: Study, comparison: Comparison, output: Path) -> list[Path]:
+    """The record, the table and the picture."""
+    rows = study_rows(comparison)
+    metrics = {"study": study.model_dump(), "seeds": comparison.seeds, "rates": comparison.lrs, "rows": rows}
+    record = RunRecord(kind="study", name=name, config=comparison.recipe.to_dict(), metrics=metrics)
+    columns = ["variant", "lr", "mean", "sd", "nll", "diverged", "trainable"]
+    tasks = comparison.tasks()
+    lines = [[*columns, *tasks]]
+    lines += [[*(row[column] for column in columns), *(row["by_task"][task] for task in tasks)] for row in rows]
+    return [
+        write_record(record, output / f"{name}.json"),
+        write_atomic(output / f"{name}.csv", csv_text(lines)),
+        plot_study(study, rows, output / f"{name}.png"),
+    ]
+
+
+def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:
+    """Points with the spread over seeds, in the order of the study; the constant gate is a line across."""
+    from monkeyjump.analysis.plots import _pyplot
+
+    pyplot = _pyplot()
+    shown = [row for row in rows if row["variant"] != PLAIN]
+    control = next((row for row in rows if row["variant"] == PLAIN), None)
+    figure, axis = pyplot.subplots(figsize=(max(4.5, 0.42 * len(shown) + 2.2), 3.6), layout="constrained")
+    if control is not None:
+        middle, half = 100 * control["mean"], 100 * control["sd"]
+        axis.axhspan(middle - half, middle + half, color="#999999", alpha=0.2, linewidth=0)
+        axis.axhline(middle, color="#666666", linewidth=1, linestyle="--", label=PLAIN)
+    means, spreads = [100 * row["mean"] for row in shown], [100 * row["sd"] for row in shown]
+    axis.errorbar(range(len(shown)), means, spreads, fmt="o", color="#0072b2", capsize=3, label="mean, sd over seeds")
+    axis.set_xticks(
+        range(len(shown)),
+        [row["variant"] for row in shown],
+        rotation=40 if len(shown) > 6 else 0,
+        ha="right" if len(shown) > 6 else "center",
+    )
+    axis.set_xlabel(study.vary.rpartition(".")[2] or "variant")
+    axis.set_ylabel("mean test metric x 100")
+    axis.set_title(study.title, fontsize=10, parse_math=False)
+    axis.legend(fontsize=8)
+    axis.grid(axis="y", alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

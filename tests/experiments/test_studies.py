@@ -1,0 +1,109 @@
+"""Studies: what they vary, that every one of them can be run, and what they save."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monkeyjump import methods
+from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
+from monkeyjump.experiments.study import PLAIN, Study, grid_of, load_study, names, variants_of
+from monkeyjump.training.recipe import load_recipe
+from tests.experiments.test_compare import FakeRuns, fakes
+from tests.tiny_folder import save_tiny_model, write_recipe
+
+__all__ = ["fakes"]
+OF_THE_PAPER = {
+    *("init", "tokens", "coverage", "blocks", "granularity", "similarity", "temperature", "momentum", "stop"),
+    *("shared", "rank", "combinations", "kmeans", "adapters"),
+}
+
+
+def test_studies_of_the_paper_are_there() -> None:
+    assert set(names()) >= OF_THE_PAPER
+    assert all(load_study(name).claim and load_study(name).section for name in OF_THE_PAPER)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_variant_is_a_configuration_of_its_own(name: str) -> None:
+    """The first is the reference; no two are the same; the control has the method's own constant gate."""
+    study = load_study(name)
+    grid = grid_of(study, load_recipe("text14-study"), [0, 1], [1e-3], widen=False)
+    configs = [methods.build(r.method, r.preset, **r.adapter) for r in grid.recipes.values()]
+    assert all(config not in configs[:place] for place, config in enumerate(configs))
+    assert len(set(grid.folders.values())) == len(grid.recipes)
+    assert not study.reference or grid.methods[0] == study.reference
+    assert (PLAIN in grid.recipes) == study.control
+    assert all(len(folder) < 120 and "/" not in folder for folder in grid.folders.values())
+
+
+def test_runs_that_several_studies_need_are_one() -> None:
+    """The reference of most studies is the paper's setting, whatever they vary."""
+    recipe, shared = load_recipe("text14-study"), ("similarity", "temperature", "momentum", "stop", "top-k", "jitter")
+    firsts = [next(iter(grid_of(load_study(n), recipe, [0], [1e-3], False).recipes.items())) for n in shared]
+    assert all(found == firsts[0][1] for _, found in firsts)
+    assert firsts[0][1].adapter == recipe.adapter
+
+
+def test_combinations_route_what_they_name() -> None:
+    variants = variants_of(load_study("combinations"))
+    assert len(variants) == 21 + 35 + 35 + 21
+    assert variants["q+up"] == ["adapter.shared_modules=[k_proj,v_proj,o_proj,gate_proj,down_proj]"]
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "compares nothing": {"title": "x"},
+    "vary='adapter.r' needs `values`": {"title": "x", "vary": "adapter.r"},
+    "reference='9' is none of the variants \\(1, 2\\)": {
+        "title": "x", "vary": "adapter.r", "values": [1, 2], "reference": "9",
+    },
+    "control: true needs a routed method": {"title": "x", "method": "lora", "vary": "adapter.r", "values": [1]},
+    "valeus": {"title": "x", "valeus": [1]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_mistakes_in_a_study_are_named(message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(json.dumps(WRONG[message]))
+    with pytest.raises(ConfigError, match=message):
+        load_study(str(tmp_path / "own.yaml"))
+    with pytest.raises(ConfigError, match=r"no study 'temprature'.*Did you mean 'temperature'"):
+        load_study("temprature")
+
+
+def test_a_study_ends_in_a_table_a_record_and_a_picture(
+    fakes: FakeRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Study(title="Ranks", vary="adapter.r", values=[1, 2], reference="2")
+    (tmp_path / "ranks.yaml").write_text(study.model_dump_json())
+    words = ["ablate", str(tmp_path / "ranks.yaml"), "--recipe", "quickstart", "--seeds", "2"]
+    words += ["--output", str(tmp_path / "out"), "--jobs", "1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "Ranks (2 seeds; differences to 2" in said
+    assert max(map(len, said.splitlines())) <= 120
+    record = json.loads((tmp_path / "out" / "ranks.json").read_text())
+    assert [row["variant"] for row in record["metrics"]["rows"]] == ["2", "1", PLAIN]
+    assert fakes.gates == [0.25, 0.25]
+    assert (tmp_path / "out" / "ranks.png").stat().st_size > 5000
+    assert (
+        (tmp_path / "out" / "ranks.csv").read_text().startswith("variant,lr,mean,sd,nll,diverged,trainable,sst2,boolq")
+    )
+    made = len(fakes.asked)
+    assert main(words) == 0
+    assert len(fakes.asked) == made
+
+
+def test_a_real_study(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
+    words = ["ablate", "space", "--recipe", str(recipe), "train.max_steps=2", "--seeds", "1"]
+    assert main([*words, "--output", str(tmp_path / "out"), "--jobs", "1"]) == 0
+    rows = json.loads((tmp_path / "out" / "space.json").read_text())["metrics"]["rows"]
+    assert [row["variant"] for row in rows] == ["raw", "centred", PLAIN]
+    assert len({row["nll"] for row in rows}) == 3
+    gates = json.loads((tmp_path / "out" / "cells/mjlora+constant-gate/lr-0.01/seed-0/record.json").read_text())
+    assert 0 < gates["config"]["adapter"]["uniform_gate"] < 1
