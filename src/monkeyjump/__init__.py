@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.count import count_parameters
     from monkeyjump.tuner.from_lora import from_lora, route
     from monkeyjump.tuner.trace import record_routing
-    from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, project_gradients
+    from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, balance_ranks, project_gradients
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "MonkeyJumpCallback",
     "MonkeyJumpConfig",
     "allocate_ranks",
+    "balance_ranks",
     "count_parameters",
     "fast",
     "from_lora",
@@ -42,6 +43,7 @@ _HOMES = {
     "MonkeyJumpCallback": "training.callbacks",
     "MonkeyJumpConfig": "config",
     "allocate_ranks": "tuner.training.optimizer_steps",
+    "balance_ranks": "tuner.training.optimizer_steps",
     "count_parameters": "tuner.count",
     "fast": "training.fast",
     "from_lora": "tuner.from_lora",

@@ -110,7 +110,7 @@ def test_the_names() -> None:
     monkey_jump = ["mjlora", "mjlorafa", "mjadalora", "mjpropulsion"]
     contract = plain + mixtures + monkey_jump
     controls = ["mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle"]
-    assert mj.methods.names() == contract + controls
+    assert mj.methods.names() == [*contract, *mj.methods.PEERS, *controls]
     assert len(contract) == 17
 
 

@@ -54,6 +54,7 @@ class Adapter(Fp32Module):
     name: ClassVar[str]
     # makes one adapter of N experts of this kind on one linear, from the linear, the config and N; its gate is [..., N]
     mixture: ClassVar[Callable[[BaseLinear, MonkeyJumpConfig, int], Adapter] | None] = None
+    by_token: ClassVar[bool] = False  # whether it adds another weight for every token, so that there is none to merge
     # settings of its own, set by config.adapter_options: a default, or a `setting` with its help and its rule
     options: ClassVar[dict[str, Any]] = {}
 

@@ -27,7 +27,7 @@ class LoraFaAdapter(LoraAdapter):
 
     def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig) -> None:
         super().__init__(in_features, out_features, config)
-        self.project_gradient: bool = self.option("project_gradient", config)
+        self.project_gradient: bool = "project_gradient" in self.options and self.option("project_gradient", config)
         A = self.A.detach()
         del self.A
         self.register_buffer("A", A)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 
-RECIPES = "quickstart, vlm-tiny, glue, commonsense, text14, text14-study, image, video, mmt47"  # without pydantic, for --help
+# for --help, without pydantic
+RECIPES = "quickstart, vlm-tiny, glue, commonsense, text14, text14-study, image, video, mmt47"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

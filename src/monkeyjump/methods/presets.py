@@ -29,12 +29,13 @@ COMPARED = (
     *("moelora", "mixlora", "hydralora", "mola", "more", "moa", "moe_lora_fa", "moe_adalora", "moe_propulsion"),
     *("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
 )
+PEERS = ("flylora",)  # parameter-free routing that came after the paper; not in its table
 CONTROLS = ("mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle")
 
 
 def names() -> list[str]:
     """Every method that `build` knows: those of the comparison, the controls, then what was added elsewhere."""
-    first = [*COMPARED, *CONTROLS]
+    first = [*COMPARED, *PEERS, *CONTROLS]
     return [*first, *(name for name in METHODS if name not in first)]
 
 
@@ -106,6 +107,17 @@ _ROUTED = "\n\nq, k, v routed, o and gate shared. Both presets are the paper's s
 for _adapter in ("lora", "lora_fa", "adalora", "propulsion"):
     _about = f"Monkey Jump with {_adapter} adapters: tokens routed by k-means centres.{_ROUTED}"
     _add(f"mj{_adapter.replace('_', '')}", _about, _adapter, shared_modules=PAPER_SHARED)
+
+_add(
+    "flylora",
+    "FlyLoRA (arXiv 2510.08396): the k largest of 32 ranks of a frozen, sparse, random A; only B is trained.\n\n"
+    "Both presets have the authors' 32 ranks, 8 of them active, on the paper's targets: its size is not matched. "
+    "alpha / r is that of the comparison; the density of A and the step of the bias, k / r and 0.001, are ours.",
+    "flylora",
+    layers_to_route=[],
+    r=32,
+    alpha=80.0,
+)
 
 # Controls: what a comparison needs before it may say that routing helps.
 for _name, _about, _settings in (

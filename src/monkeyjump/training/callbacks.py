@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from monkeyjump.adapters import AdaLoraAdapter, Adapter, LoraFaAdapter
+from monkeyjump.adapters import AdaLoraAdapter, Adapter, FlyLoraAdapter, LoraFaAdapter
 from monkeyjump.training.fast import fast
 from monkeyjump.training.watch import RoutingWatch
 from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.model import find_context, require_context
-from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, project_gradients
+from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, balance_ranks, project_gradients
 from monkeyjump.tuner.training.regularizer import active_adapters, add_regularizer_gradients
 
 
@@ -105,6 +105,8 @@ class MonkeyJumpCallback(TrainerCallback):
         # after the step, before the gradients are cleared: the momentum of the optimiser would undo an earlier zero
         if any(isinstance(adapter, AdaLoraAdapter) for adapter in self._adapters):
             allocate_ranks(self._model, step=state.global_step + 1)
+        if any(isinstance(adapter, FlyLoraAdapter) for adapter in self._adapters):
+            balance_ranks(self._model)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
         if logs is None or self._watch is None or "loss" not in logs:

@@ -218,7 +218,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
     def check_merge(self, adapter_names: list[str], safe: bool = False) -> None:
         """Refuse routed adapters and, if `safe`, those that give weights which are no numbers."""
         names = [name for name in adapter_names if name in self.monkeyjump_adapter]
-        routed = [name for name in names if name in self.routers]
+        routed = [name for name in names if name in self.routers or self.monkeyjump_adapter[name].by_token]
         if routed:
             raise ValueError(
                 f"adapter {routed[0]!r} is routed: its strength depends on the token, so there is no single weight to "

@@ -7,6 +7,8 @@ a step dB changes the weight by s dB A. Among all dB, ||s dB A - G||_F, with G t
 least for dB = G A^T (A A^T)^-1 / s; and the gradient of B is g = s G A^T. So dB = g (A A^T)^-1 / s^2, which needs no G.
 PEFT does this inside an optimizer of its own (`create_lorafa_optimizer`); here any optimizer will do.
 
+FlyLoRA's biases even the loads of its ranks without a gradient.
+
 Shapes: D, O input and output width, N experts, R rank of one expert.
 """
 
@@ -15,9 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter, LoraFaAdapter
+from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter, FlyLoraAdapter, LoraFaAdapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.training.regularizer import active_adapters
@@ -40,6 +42,22 @@ def project_gradients(model: nn.Module) -> int:
             adapter.B.grad.copy_(step.movedim(0, 1).flatten(1))
             replaced += 1
     return replaced
+
+
+@torch.no_grad()
+def balance_ranks(model: nn.Module) -> int:
+    """Call once per optimiser step (the callback does): FlyLoRA's biases move towards ranks with few tokens.
+
+    Loads are those of all data-parallel ranks. A block that gradient checkpointing has computed twice has counted all
+    of its tokens twice, which changes no sign. Returns how many adapters were balanced.
+    """
+    found = [adapter for _, adapter in active_adapters(model) if isinstance(adapter, FlyLoraAdapter)]
+    if found:
+        _sum_over_ranks([adapter.load for adapter in found])
+    for adapter in found:
+        adapter.bias += adapter.balance_rate * (adapter.load.mean() - adapter.load).sign()
+        adapter.load.zero_()
+    return len(found)
 
 
 def rank_budget(step: int, adapters: int, config: MonkeyJumpConfig) -> int:
@@ -92,8 +110,12 @@ def _option(name: str, config: MonkeyJumpConfig) -> Any:
 
 def _count_all_ranks(adapters: list[AdaLoraAdapter]) -> None:
     """Gradients are those of the whole data-parallel batch; so must be the token counts they are divided by."""
+    _sum_over_ranks([adapter.tokens for adapter in adapters if adapter.tokens is not None])
+
+
+def _sum_over_ranks(counts: list[Tensor]) -> None:
+    """Make these vectors the sums over all data-parallel ranks."""
     distributed = torch.distributed
-    counts = [adapter.tokens for adapter in adapters if adapter.tokens is not None]
     if not (counts and distributed.is_available() and distributed.is_initialized()):
         return
     flat = torch.cat([count.to(counts[0].device) for count in counts])
