@@ -27,13 +27,16 @@ def knock_out(model: nn.Module, experts: Mapping[str, Sequence[str]]) -> Iterato
             for key, names in router.experts_by_key(adapter_name).items():
                 known.setdefault(key, []).extend(names)
     problems = [
-        f"block {block!r} routes nothing.{did_you_mean(str(block), known)} Blocks: {', '.join(known) or 'none'}."
+        f"block {block!r} routes nothing.{did_you_mean(str(block), list(known))} Blocks: {', '.join(known) or 'none'}."
         for block in experts
         if block not in known
     ]
-    for block, names in experts.items():
-        for name in set(names).difference(known.get(block, names)):
-            problems.append(f"block {block!r} has no expert {name!r}. Its experts: {', '.join(set(known[block]))}.")
+    problems += [
+        f"block {block!r} has no expert {name!r}. Its experts: {', '.join(dict.fromkeys(known[block]))}."
+        for block, wanted in experts.items()
+        for name in wanted
+        if block in known and name not in known[block]
+    ]
     if problems:
         raise ConfigError(problems, title="nothing to knock out")
     here = running()

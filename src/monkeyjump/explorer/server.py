@@ -1,0 +1,176 @@
+"""The explorer's server: four files, and four questions that the page asks in JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.explorer.engine import Explorer, Prompt, Side
+from monkeyjump.explorer.guard import Guard, is_loopback
+from monkeyjump.explorer.page import FILES, content
+
+TEXT_BYTES = 256 * 1024  # of a request
+PICTURE_BYTES = 10 * 1024 * 1024
+KEPT_PICTURES = 4
+MOST_NEW_TOKENS = 1024
+
+
+class RefusedError(Exception):
+    """A request that is not answered, with its status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Questions:
+    """What the page can ask. A picture is sent once and then named by its hash."""
+
+    def __init__(self, explorer: Explorer) -> None:
+        self.explorer = explorer
+        self.pictures: OrderedDict[str, bytes] = OrderedDict()
+
+    async def file(self, request: Request) -> Response:
+        name = request.url.path.lstrip("/") or "index.html"
+        return Response(content(name), headers={"Content-Type": FILES[name]})
+
+    async def about(self, request: Request) -> Response:
+        return JSONResponse(self.explorer.about())
+
+    async def view(self, request: Request) -> Response:
+        prompt, side = self._asked(await _json(request))
+        reading = await run_in_threadpool(self.explorer.read, prompt, side)
+        return JSONResponse(reading.view)
+
+    async def generate(self, request: Request) -> Response:
+        asked = await _json(request)
+        prompt, side = self._asked(asked)
+        most = _number(asked, "most", 64, 1, MOST_NEW_TOKENS)
+        temperature = _number(asked, "temperature", 0.0, 0.0, 10.0)
+        seed = _number(asked, "seed", 0, 0, 2**31)
+        steps = self.explorer.generate(prompt, side, int(most), temperature, int(seed))
+        return StreamingResponse(_lines(steps), media_type="application/x-ndjson")
+
+    async def picture(self, request: Request) -> Response:
+        picture = await _body(request, PICTURE_BYTES)
+        name = hashlib.sha256(picture).hexdigest()
+        self.pictures[name] = picture
+        while len(self.pictures) > KEPT_PICTURES:
+            self.pictures.popitem(last=False)
+        return JSONResponse({"picture": name})
+
+    def _asked(self, asked: dict[str, Any]) -> tuple[Prompt, Side]:
+        """Prompt and side of a request, whatever it holds."""
+        text, task, adapter = asked.get("prompt"), asked.get("task"), asked.get("adapter")
+        off, picture = asked.get("off", {}), asked.get("picture")
+        listed = isinstance(off, dict) and all(isinstance(names, list) for names in off.values())
+        if not listed or not all(isinstance(name, str) for names in off.values() for name in names):
+            raise RefusedError(400, '"off" has to be an object such as {"0": ["q_proj"]}.')
+        if not isinstance(text, str) or not isinstance(adapter, str):
+            raise RefusedError(400, '"prompt" and "adapter" have to be texts.')
+        if picture is not None and picture not in self.pictures:
+            raise RefusedError(400, "The picture is no longer here: drop it again.")
+        picture = None if picture is None else self.pictures[picture]
+        return Prompt(text, picture, task if isinstance(task, str) else None), Side(adapter, off)
+
+
+def _lines(steps: Iterator[dict[str, Any]]) -> Iterator[str]:
+    """One JSON object a line; an error is the last of them."""
+    try:
+        for step in steps:
+            yield json.dumps(step) + "\n"
+    except Exception as error:  # the status is sent already
+        yield json.dumps({"error": _words(error)}) + "\n"
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body of a request; no more than `most` bytes of it are ever held."""
+    held = bytearray()
+    async for chunk in request.stream():
+        held += chunk
+        if len(held) > most:
+            raise RefusedError(413, f"The request is larger than {most // 1024:,} KB. Send less.")
+    return bytes(held)
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    try:
+        asked = json.loads(await _body(request, TEXT_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"The request is not JSON ({error}).") from error
+    if not isinstance(asked, dict):
+        raise RefusedError(400, "The request is not a JSON object.")
+    return asked
+
+
+def _number(asked: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = asked.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise RefusedError(400, f'"{name}" has to be a number from {low:g} to {high:g}.')
+    return value
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError | RefusedError) else f"{type(error).__name__}: {error}"
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    status = error.status if isinstance(error, RefusedError) else 400 if isinstance(error, ConfigError) else 500
+    return JSONResponse({"error": _words(error)}, status)
+
+
+def application(explorer: Explorer, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
+    """The server as an ASGI application."""
+    questions = Questions(explorer)
+    asked: dict[str, Callable[..., Any]] = {
+        "view": questions.view,
+        "generate": questions.generate,
+        "picture": questions.picture,
+    }
+    return Starlette(
+        routes=[
+            *(Route(f"/{name}", questions.file) for name in ("", *FILES)),
+            Route("/api/about", questions.about),
+            *(Route(f"/api/{name}", answer, methods=["POST"]) for name, answer in asked.items()),
+        ],
+        middleware=[Middleware(Guard, host=host, token=token)],
+        exception_handlers=dict.fromkeys((RefusedError, ConfigError, RuntimeError), _failed),
+    )
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket for the server, before the model is loaded: a port that is taken is found out at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be used ({error}). Name another port, or --port 0 for any.",
+            title="no address for the server",
+        ) from error
+
+
+def serve(explorer: Explorer, listening: socket.socket, host: str, token: str | None) -> None:
+    """Answer until Ctrl-C."""
+    if token is None and not is_loopback(host):
+        token = secrets.token_urlsafe(24)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listening.getsockname()[1]}/" + ("" if token is None else f"#token={token}")
+    print(f"explorer    {address}\nstop it with Ctrl-C", flush=True)
+    app = application(explorer, host, token)
+    config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[listening])
