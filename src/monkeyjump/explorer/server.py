@@ -154,10 +154,11 @@ def application(explorer: Explorer, host: str = "127.0.0.1", token: str | None =
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket for the server, before the model is loaded: a port that is taken is found out at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+        if not 0 <= port <= 65535:
+            raise OSError("a port is a number from 0 to 65535")
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
         raise ConfigError(
             f"--host {host} --port {port} cannot be used ({error}). Name another port, or --port 0 for any.",
             title="no address for the server",

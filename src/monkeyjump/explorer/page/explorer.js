@@ -142,8 +142,9 @@ class Explorer {
     at.about = el("p", { className: "soft" });
     at.results = el("div", { className: "results", hidden: true },
       el("div", { className: "drawn" },
-        el("div", { className: "panel slider" }, label("Block", at.slider), at.blockName), at.sides, at.differs),
-      el("aside", {}, at.cell, at.experts, at.next, at.usage));
+        el("div", { className: "panel slider" }, label("Block", at.slider), at.blockName), at.sides, at.differs,
+        el("div", { className: "under" }, at.next, at.usage)),
+      el("aside", {}, at.cell, at.experts));
     this.root.append(
       el("header", {}, el("h1", { textContent: "Where the tokens go" }), at.about),
       el("div", { className: "panel ask" }, at.prompt,
@@ -155,15 +156,15 @@ class Explorer {
 
   listen() {
     const { at } = this;
-    const asked = (generate) => { this.state.prompt = at.prompt.value; this.state.off = {}; this.refresh(generate); };
+    const asked = (generate) => { this.state.prompt = at.prompt.value; this.refresh(generate); };
     if (this.source.live) {
       at.run.onclick = () => asked(false);
-      at.generate.onclick = () => { this.state.prompt = at.prompt.value; this.refresh(true); };
+      at.generate.onclick = () => asked(true);
       at.stop.onclick = () => this.running?.abort();
       at.prompt.onkeydown = (event) => {
         if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
         event.preventDefault();
-        if (event.ctrlKey || event.metaKey) at.generate.click(); else asked(false);
+        asked(event.ctrlKey || event.metaKey);
       };
       at.file.onchange = () => this.take(at.file.files[0]);
       this.root.addEventListener("dragover", (event) => event.preventDefault());
@@ -237,13 +238,32 @@ class Explorer {
 
   /* -- what is asked ------------------------------------------------------------------------------------------- */
 
-  /* Experts that are off make a second side: that of the comparison, or A without them. */
-  specs() {
+  /* The second side: that of the comparison, or, if experts are off, this or A without them. */
+  second() {
     const { left, right, off } = this.state;
-    const specs = [{ adapter: left, off: {} }];
-    if (Object.keys(off).length) specs.push({ adapter: right && right !== BASE ? right : left, off });
-    else if (right) specs.push({ adapter: right, off: {} });
-    return specs;
+    if (Object.keys(off).length) return { adapter: right && right !== BASE ? right : left, off };
+    return right ? { adapter: right, off: {} } : null;
+  }
+
+  /* An address says "*" for all blocks that have an expert. */
+  spread() {
+    const { "*": everywhere = [], ...off } = this.state.off;
+    for (const { key, experts } of this.blocks()) {
+      const names = new Set([...(off[key] ?? []), ...experts.filter((name) => everywhere.includes(name))]);
+      if (names.size) off[key] = [...names].sort();
+    }
+    this.state.off = off;
+  }
+
+  gathered() {
+    const off = structuredClone(this.state.off);
+    for (const name of new Set(Object.values(off).flat())) {
+      const keys = this.blocks().filter(({ experts }) => experts.includes(name)).map(({ key }) => key);
+      if (keys.length < 2 || !keys.every((key) => off[key]?.includes(name))) continue;
+      for (const key of keys) off[key] = off[key].filter((other) => other !== name);
+      off["*"] = [...(off["*"] ?? []), name];
+    }
+    return Object.fromEntries(Object.entries(off).filter(([, names]) => names.length));
   }
 
   async refresh(generate) {
@@ -256,21 +276,28 @@ class Explorer {
     const running = this.running = new AbortController();
     this.at.stop.disabled = false;
     this.say("Reading the prompt …");
+    const before = this.sides;
+    const read = async (spec) => {
+      const asked = { prompt: state.prompt, ...spec, ...(state.task && { task: state.task }), ...(this.picture && { picture: this.picture }) };
+      const key = JSON.stringify(asked);
+      const routing = before.find((side) => side.key === key)?.routing ?? new Routing(await this.source.view(asked, running.signal));
+      running.signal.throwIfAborted();
+      return { spec, key, asked, routing };
+    };
     try {
-      const sides = [];
-      for (const spec of this.specs()) {
-        const asked = { prompt: state.prompt, ...spec, ...(state.task && { task: state.task }), ...(this.picture && { picture: this.picture }) };
-        const key = JSON.stringify(asked);
-        const routing = this.sides.find((side) => side.key === key)?.routing ?? new Routing(await this.source.view(asked, running.signal));
-        if (running.signal.aborted) return;
-        sides.push({ spec, key, asked, routing });
+      const first = await read({ adapter: state.left, off: {} });
+      this.sides = [first];
+      this.spread();
+      try {
+        const second = this.second();
+        if (second) this.sides = [first, await read(second)];
+      } finally {
+        this.rebuild();
+        this.remember();
       }
-      this.sides = sides;
-      this.rebuild();
-      this.remember();
       this.say("");
-      const wanted = generate || sides.length > 1 && sides[0].routing.how && sides[0].routing.how !== sides[1].routing.how;
-      if (wanted) await this.continue(running, generate ? null : sides[0].routing.how);
+      const { how } = first.routing;
+      if (generate || how && how !== this.sides[1]?.routing.how) await this.continue(running, generate ? null : how);
     } catch (error) {
       if (error.name === "AbortError") { if (this.running === running) this.say("Stopped."); } else this.say(error.message, true);
     } finally {
@@ -311,7 +338,7 @@ class Explorer {
     if (!this.source.live) return;
     const { prompt, block, left, right, task, off } = this.state;
     const key = this.blocks()[block]?.key ?? "";
-    const kept = { prompt, block: key, left, right, task, off: Object.keys(off).length ? JSON.stringify(off) : "" };
+    const kept = { prompt, block: key, left, right, task, off: Object.keys(off).length ? JSON.stringify(this.gathered()) : "" };
     const hash = new URLSearchParams(Object.entries(kept).filter(([, value]) => value));
     history.replaceState(null, "", "#" + hash);
   }
@@ -425,7 +452,7 @@ class Explorer {
     state.block = Math.max(0, Math.min(state.block, blocks.length - 1));
     state.token = Math.max(0, Math.min(state.token, tokens - 1));
     at.slider.value = state.block;
-    at.blockName.textContent = blocks.length ? `${blocks[state.block].key} of ${blocks.length}` : "none";
+    at.blockName.textContent = blocks.length ? `${blocks[state.block].key} (${state.block + 1} of ${blocks.length})` : "none";
     for (const side of this.sides) this.paint(side);
     if (follow) this.follow();
     this.details();
@@ -479,8 +506,8 @@ class Explorer {
       canvas.style.width = `${width}px`;
       canvas.style.height = `${height}px`;
     }
-    const pen = canvas.getContext("2d"), style = getComputedStyle(this.root);
-    const inkOfPage = style.getPropertyValue("--ink"), soft = style.getPropertyValue("--soft"), empty = style.getPropertyValue("--track");
+    const pen = canvas.getContext("2d"), empty = "#8883";
+    const inkOfPage = getComputedStyle(this.root).color, soft = getComputedStyle(this.at.about).color;
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, width, height);
     const left = drawn.scroller.scrollLeft, first = Math.floor(left / cw), last = Math.min(T, Math.ceil((left + width - GUTTER) / cw));
@@ -499,9 +526,10 @@ class Explorer {
           pen.fillText(routing.blocks[b].letters[best], x + cw / 2 - 0.5, b * ch + ch / 2);
         }
         if (other && this.differs(side, other, t, b)) {
-          pen.strokeStyle = "#000";
-          pen.lineWidth = 2;
-          pen.strokeRect(x + 1, b * ch + 1, cw - 3, ch - 3);
+          pen.fillStyle = best === NONE ? inkOfPage : ink(best);
+          pen.beginPath();
+          pen.arc(lettered ? x + cw - 4.5 : x + cw / 2 - 0.5, lettered ? b * ch + 3.5 : b * ch + ch / 2 - 0.5, 2, 0, 7);
+          pen.fill();
         }
       }
     }
@@ -574,16 +602,17 @@ class Explorer {
       const here = this.state.off[block.key]?.includes(name) ?? false;
       const everywhere = this.blocks().every(({ key, experts }) => !experts.includes(name) || this.state.off[key]?.includes(name));
       const toggle = (text, pressed, keys) => {
-        const button = el("button", { className: "small", textContent: text, disabled: this.state.left === BASE, onclick: () => this.knock(keys, name, !pressed) });
+        const where = text === "off here" ? `block ${block.key}` : "all blocks", title = `Switch ${pressed ? "on" : "off"} ${name} in ${where}`;
+        const button = el("button", { className: "small", textContent: text, title, onclick: () => this.knock(keys, name, !pressed) });
         button.setAttribute("aria-pressed", pressed);
-        button.title = `${pressed ? "Switch on" : "Switch off"} ${name} in ${text === "off here" ? `block ${block.key}` : "all blocks"}`;
         return button;
       };
       const keys = this.blocks().filter(({ experts }) => experts.includes(name)).map(({ key }) => key);
       return el("div", { className: "line" }, this.swatch(block, e), el("span", { className: "name", textContent: name }), this.bar(shares[e], e), el("span", { className: "value", textContent: percent(shares[e]) }),
-        ...(this.source.live ? [toggle("off here", here, [block.key]), toggle("off everywhere", everywhere, keys)] : []));
+        ...(this.source.live ? [toggle("off here", here, [block.key]), toggle("off in all", everywhere, keys)] : []));
     });
-    this.at.experts.replaceChildren(el("h2", { textContent: `Experts of block ${block.key}` }), ...lines);
+    const reset = el("button", { className: "small", textContent: "Switch all on", hidden: !Object.keys(this.state.off).length, onclick: () => { this.state.off = {}; this.refresh(false); } });
+    this.at.experts.replaceChildren(el("h2", { textContent: `Experts of block ${block.key}` }), ...lines, reset);
   }
 
   knock(keys, name, off) {
@@ -635,12 +664,13 @@ class Explorer {
     const tokens = two ? Math.min(one.routing.prompt, two.routing.prompt) : 0, blocks = Math.min(one?.routing.blocks.length ?? 0, two?.routing.blocks.length ?? 0);
     let count = 0;
     for (let t = 0; t < tokens; t++) for (let b = 0; b < blocks; b++) count += this.differs(two, one, t, b);
-    this.at.differs.textContent = tokens * blocks ? `The strongest expert differs in ${count} of ${tokens * blocks} cells of the prompt; they are framed.` : "";
+    this.at.differs.textContent = tokens * blocks ? `The strongest expert differs in ${count} of ${tokens * blocks} cells of the prompt; they are marked.` : "";
   }
 }
 
 function title(spec) {
-  const off = Object.entries(spec.off).map(([block, names]) => `${names.join(", ")} of block ${block}`);
-  const said = off.length > 3 ? `${off.slice(0, 2).join("; ")} and ${off.length - 2} more blocks` : off.join("; ");
-  return off.length ? `${spec.adapter} without ${said}` : spec.adapter;
+  const blocks = {}; // by the experts that are off there
+  for (const [block, names] of Object.entries(spec.off)) (blocks[names.join(", ")] ??= []).push(block);
+  const off = Object.entries(blocks).map(([names, keys]) => `${names} of ${keys.length > 3 ? `${keys.length} blocks` : `block ${keys.join(", ")}`}`);
+  return off.length ? `${spec.adapter} without ${off.join("; ")}` : spec.adapter;
 }
