@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from monkeyjump.explorer import fragment, recorded
-from monkeyjump.explorer.engine import Explorer, Prompt, Side
+from monkeyjump.explorer.engine import Adapter, Explorer, Prompt, Side
 from monkeyjump.explorer.page import script_hash
+from monkeyjump.models import load_model
 from tests.explorer.conftest import serving, unpacked
+from tests.helpers import adapted
+from tests.visual import save_visual_model
 
 COLOURS = [(230, 159, 0), (86, 180, 233), (0, 158, 115), (233, 237, 242)]  # of the first experts, and of none
 TEXT = "The ending moved me."
@@ -157,6 +161,13 @@ def test_generation_before_and_after(open_page: Any, explorer: Explorer) -> None
         assert page.locator(f".side:nth-child({side}) .chip.made").count() == len(events)
 
 
+@pytest.fixture
+def endless(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token ends an answer."""
+    monkeypatch.setattr(explorer, "ends", set())
+
+
+@pytest.mark.usefixtures("endless")
 def test_generation_can_be_stopped(open_page: Any) -> None:
     page = open_page
     page.fill("input[max='1024']", "1024")
@@ -199,6 +210,7 @@ def test_prompts_are_texts(page: Any, served: Any, explorer: Explorer) -> None:
     assert page.locator("bdi.chip").count() == page.locator(".chip").count()
 
 
+@pytest.mark.usefixtures("endless")
 def test_a_server_that_was_stopped_is_told(page: Any, explorer: Explorer) -> None:
     with serving(explorer) as served:
         page.goto(served.url)
@@ -224,6 +236,22 @@ def test_the_token_is_taken_from_the_address(page: Any, explorer: Explorer) -> N
         settled(page)
         assert "secret" not in page.url
         assert page.locator("input[type=range]").input_value() == "1"
+
+
+def test_a_picture_is_dropped(page: Any, explorer: Explorer, tmp_path: Path) -> None:
+    model, processor = load_model(str(save_visual_model(tmp_path / "model")))
+    visual = Explorer(adapted(model), processor, {"visual": Adapter("default")})
+    Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
+    with serving(visual) as served:
+        page.goto(served.url)
+        page.fill("textarea", "What?")
+        page.set_input_files("input[type=file]", tmp_path / "red.png")
+        settled(page)
+        assert page.locator(".chip:text('<image>')").count() > 1
+        assert page.locator("img").evaluate("image => image.complete && image.naturalWidth") == 28
+        (tmp_path / "bad.png").write_bytes(b"no picture")
+        page.set_input_files("input[type=file]", tmp_path / "bad.png")
+        page.wait_for_selector(".wrong:text('of 10 bytes')")
 
 
 def test_narrow_screens(browser: Any, served: Any) -> None:

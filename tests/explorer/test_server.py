@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,25 @@ def test_an_error_while_generating_is_the_last_line(served: Any) -> None:
     assert "at most 4,096" in json.loads(lines)["error"]
 
 
+def test_a_reader_who_leaves_ends_the_work(explorer: Explorer, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, advance = list[int](), explorer._advance
+
+    def counted(reading: Any, token: int) -> Any:
+        steps.append(token)
+        return advance(reading, token)
+
+    monkeypatch.setattr(explorer, "_advance", counted)
+    monkeypatch.setattr(explorer, "ends", set())
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    connection.request("POST", "/api/generate", json.dumps({"prompt": TEXT, "adapter": "first", "most": 1000}))
+    connection.getresponse().readline()
+    connection.close()
+    time.sleep(0.3)
+    count = len(steps)
+    time.sleep(0.2)
+    assert 0 < count == len(steps) < 500
+
+
 def test_files_and_their_policy(served: Any) -> None:
     for path in ("/", "/explorer.js", "/sources.js", "/explorer.css"):
         status, _, headers = ask(served.port, path, Host=f"localhost:{served.port}")
@@ -174,7 +195,7 @@ def test_folders_are_loaded_beside_each_other(tmp_path: Path) -> None:
     for number, name in enumerate(("one", "two")):
         model = wrap(load_model(str(base))[0])
         disturb(model, seed=number)
-        model.save_pretrained(tmp_path / name / "adapter")
+        model.save_pretrained(str(tmp_path / name / "adapter"))
     found = load([tmp_path / "one" / "adapter", tmp_path / "two" / "adapter"])
     assert list(found.adapters) == ["one", "two"]
     for name in found.adapters:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -277,8 +277,9 @@ def load(paths: Sequence[str | Path], base: str | None = None, device: Any = Non
         loaded = load_adapter(folder, base, dtype, device, loaded, adapter_name=(peft_name := f"explored_{number}"))
         name = folder.parent.name if folder.name == "adapter" else folder.name
         name = f"{name} ({number + 1})" if name in {BASE, *adapters} else name
-        record = folder.parent / "record.json"
-        usage = read_record(record).metrics.get("usage", {}).get("loads") if record.is_file() else None
+        usage = None
+        with suppress(ConfigError):  # there may be no record, or another one
+            usage = read_record(folder.parent / "record.json").metrics.get("usage", {}).get("loads")
         adapters[name] = Adapter(peft_name, vars(loaded[0]).pop(TASK_IDS, {}), usage)
     assert loaded is not None
     made_for = {config.base_model_name_or_path for config in loaded[0].peft_config.values()}

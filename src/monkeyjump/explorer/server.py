@@ -169,7 +169,7 @@ def serve(explorer: Explorer, listening: socket.socket, host: str, token: str | 
     """Answer until Ctrl-C."""
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
-    shown = f"[{host}]" if ":" in host else host
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/" + ("" if token is None else f"#token={token}")
     print(f"explorer    {address}\nstop it with Ctrl-C", flush=True)
     app = application(explorer, host, token)

@@ -128,6 +128,7 @@ class Explorer {
     at.task = el("select");
     at.file = el("input", { type: "file", accept: "image/*" });
     at.preview = el("img", { alt: "", hidden: true });
+    at.without = el("button", { className: "small", textContent: "Take it away", hidden: true });
     at.slider = el("input", { type: "range", min: 0, max: 0, value: 0, ariaLabel: "Block" });
     at.blockName = el("output");
     at.sides = el("div", { className: "sides" });
@@ -138,7 +139,7 @@ class Explorer {
     at.usage = el("section", { className: "panel" });
     const label = (text, ...inner) => el("label", {}, el("span", { textContent: text }), ...inner);
     at.taskLabel = label("Task", at.task);
-    at.fileLabel = label("Picture", at.file, at.preview);
+    at.fileLabel = label("Picture", at.file, at.preview, at.without);
     at.about = el("p", { className: "soft" });
     at.results = el("div", { className: "results", hidden: true },
       el("div", { className: "drawn" },
@@ -167,6 +168,7 @@ class Explorer {
         asked(event.ctrlKey || event.metaKey);
       };
       at.file.onchange = () => this.take(at.file.files[0]);
+      at.without.onclick = () => { this.picture = null; at.file.value = ""; at.preview.hidden = at.without.hidden = true; };
       this.root.addEventListener("dragover", (event) => event.preventDefault());
       this.root.addEventListener("drop", (event) => { event.preventDefault(); this.take(event.dataTransfer.files[0]); });
     } else {
@@ -231,7 +233,7 @@ class Explorer {
       return;
     }
     this.at.preview.src = URL.createObjectURL(file);
-    this.at.preview.hidden = false;
+    this.at.preview.hidden = this.at.without.hidden = false;
     this.state.prompt = this.at.prompt.value;
     this.refresh(false);
   }
