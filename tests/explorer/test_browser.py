@@ -72,7 +72,7 @@ def test_colours_slider_keys_and_grid(open_page: Any, explorer: Explorer) -> Non
     page.press("canvas", "ArrowUp")
     page.press("canvas", "ArrowRight")
     shows(page, view, 1)
-    assert "block=1" in page.url
+    page.wait_for_url("**block=1**")
     assert page.locator(".chip.chosen").get_attribute("data-t") == "1"
     page.wait_for_timeout(50)  # a frame
     pixel = """(canvas, [t, b]) => {

@@ -15,19 +15,17 @@ function el(tag, properties = {}, ...children) {
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const visible = (text) => text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍") || "∅";
-const colour = (index) => COLOURS[index % COLOURS.length];
-const ink = (index) => (index % COLOURS.length === 4 ? "#fff" : "#111");
 
-/* A letter for each expert: its first, or its number. */
-function letters(experts) {
-  const taken = new Set();
-  return experts.map((name, index) => {
-    const number = name.match(/^expert (\d+)$/);
-    let letter = number ? number[1] : [...name.toUpperCase()].find((c) => /[A-Z]/.test(c) && !taken.has(c));
-    letter ??= String(index);
-    taken.add(letter);
-    return letter;
-  });
+/* Colour and letter of an expert, by its name: the same in all blocks and on both sides. */
+const looks = new Map();
+function look(name) {
+  if (!looks.has(name)) {
+    const index = looks.size % COLOURS.length, taken = [...looks.values()].map(({ letter }) => letter);
+    const number = name.match(/^expert (\d+)$/)?.[1];
+    const letter = number ?? [...name.toUpperCase()].find((c) => /[A-Z]/.test(c) && !taken.includes(c)) ?? String(looks.size);
+    looks.set(name, { letter, colour: COLOURS[index], ink: index === 4 ? "#fff" : "#111" });
+  }
+  return looks.get(name);
 }
 
 function numbers(text, scale) {
@@ -42,7 +40,7 @@ class Routing {
     this.blocks = [];
     this.width = 0;
     for (const [key, experts] of view.blocks) {
-      this.blocks.push({ key, experts, letters: letters(experts), from: this.width });
+      this.blocks.push({ key, experts, looks: experts.map(look), from: this.width });
       this.width += experts.length;
     }
     this.gates = [];
@@ -327,6 +325,7 @@ class Explorer {
     }
     this.say("");
     this.details();
+    this.show({});
   }
 
   say(text, wrong = false) {
@@ -380,6 +379,7 @@ class Explorer {
     at.sides.classList.toggle("two", this.sides.length > 1);
     at.sides.replaceChildren(...this.sides.map((side) => this.panel(side)));
     for (const side of this.sides) this.grow(side);
+    this.details();
     this.show({});
   }
 
@@ -431,9 +431,12 @@ class Explorer {
     const chips = drawn.tokens.children, b = this.state.block, other = this.sides[0] === side ? null : this.sides[0];
     for (let t = from; t < chips.length; t++) {
       const best = routing.strongest[t][b] ?? NONE, chip = chips[t];
-      chip.style.backgroundColor = best === NONE ? "" : colour(best);
-      chip.style.color = best === NONE ? "" : ink(best);
-      chip.dataset.letter = best === NONE ? "" : routing.blocks[b].letters[best];
+      const { letter, colour, ink } = best === NONE ? { letter: "", colour: "", ink: "" } : routing.blocks[b].looks[best];
+      if (chip.dataset.letter !== letter) { // most steps change few of them
+        chip.style.backgroundColor = colour;
+        chip.style.color = ink;
+        chip.dataset.letter = letter;
+      }
       chip.classList.toggle("differs", other !== null && this.differs(side, other, t, b));
       chip.classList.toggle("chosen", t === this.state.token);
     }
@@ -457,8 +460,13 @@ class Explorer {
     at.blockName.textContent = blocks.length ? `${blocks[state.block].key} (${state.block + 1} of ${blocks.length})` : "none";
     for (const side of this.sides) this.paint(side);
     if (follow) this.follow();
-    this.details();
-    if (before !== state.block) this.remember();
+    this.cell();
+    this.expertPanel();
+    for (const [b, row] of [...at.usage.querySelectorAll(".stack")].entries()) row.classList.toggle("chosen", b === state.block);
+    if (before !== state.block) { // browsers limit how often an address changes
+      clearTimeout(this.remembering);
+      this.remembering = setTimeout(() => this.remember(), 200);
+    }
     this.draw();
   }
 
@@ -508,8 +516,8 @@ class Explorer {
       canvas.style.width = `${width}px`;
       canvas.style.height = `${height}px`;
     }
-    const pen = canvas.getContext("2d"), empty = "#8883";
-    const inkOfPage = getComputedStyle(this.root).color, soft = getComputedStyle(this.at.about).color;
+    const pen = canvas.getContext("2d"), inkOfPage = getComputedStyle(this.root).color, soft = getComputedStyle(this.at.about).color;
+    const none = { letter: "", colour: "#8883", ink: inkOfPage };
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, width, height);
     const left = drawn.scroller.scrollLeft, first = Math.floor(left / cw), last = Math.min(T, Math.ceil((left + width - GUTTER) / cw));
@@ -520,15 +528,14 @@ class Explorer {
     for (let t = first; t < last; t++) {
       const x = GUTTER + t * cw - left;
       for (let b = 0; b < B; b++) {
-        const best = routing.strongest[t][b];
-        pen.fillStyle = best === NONE ? empty : colour(best);
+        const best = routing.strongest[t][b], drawnAs = best === NONE ? none : routing.blocks[b].looks[best];
+        pen.fillStyle = drawnAs.colour;
         pen.fillRect(x, b * ch, cw - 1, ch - 1);
-        if (lettered && best !== NONE) {
-          pen.fillStyle = ink(best);
-          pen.fillText(routing.blocks[b].letters[best], x + cw / 2 - 0.5, b * ch + ch / 2);
+        pen.fillStyle = drawnAs.ink;
+        if (lettered) {
+          pen.fillText(drawnAs.letter, x + cw / 2 - 0.5, b * ch + ch / 2);
         }
         if (other && this.differs(side, other, t, b)) {
-          pen.fillStyle = best === NONE ? inkOfPage : ink(best);
           pen.beginPath();
           pen.arc(lettered ? x + cw - 4.5 : x + cw / 2 - 0.5, lettered ? b * ch + 3.5 : b * ch + ch / 2 - 0.5, 2, 0, 7);
           pen.fill();
@@ -554,24 +561,22 @@ class Explorer {
   /* -- the panels beside ---------------------------------------------------------------------------------------- */
 
   details() {
-    this.cell();
-    this.expertPanel();
     this.nextPanel();
     this.usagePanel();
     this.difference();
   }
 
-  bar(share, index) {
+  bar(share, colour) {
     const inner = el("i");
     inner.style.width = `${Math.min(100, 100 * share)}%`;
-    if (index !== undefined) inner.style.backgroundColor = colour(index);
+    if (colour) inner.style.backgroundColor = colour;
     return el("span", { className: "bar" }, inner);
   }
 
-  swatch(block, e) {
-    const sign = el("b", { className: "swatch", textContent: block.letters[e] });
-    sign.style.backgroundColor = colour(e);
-    sign.style.color = ink(e);
+  swatch({ letter, colour, ink }) {
+    const sign = el("b", { className: "swatch", textContent: letter });
+    sign.style.backgroundColor = colour;
+    sign.style.color = ink;
     return sign;
   }
 
@@ -586,7 +591,7 @@ class Explorer {
       block.experts.forEach((name, e) => {
         const gate = routing.gates[t][block.from + e], p = routing.probabilities[t][block.from + e];
         const said = gate > 0 ? gate.toFixed(3) : p > 0 ? `(${p.toFixed(3)})` : "off";
-        parts.push(el("div", { className: gate > 0 ? "line" : "line below" }, this.swatch(block, e), el("span", { className: "name", textContent: name }), this.bar(Math.max(p, gate), e), el("span", { className: "value", textContent: said })));
+        parts.push(el("div", { className: gate > 0 ? "line" : "line below" }, this.swatch(look(name)), el("span", { className: "name", textContent: name }), this.bar(Math.max(p, gate), look(name).colour), el("span", { className: "value", textContent: said })));
       });
     }
     const some = parts.length > 0;
@@ -610,7 +615,7 @@ class Explorer {
         return button;
       };
       const keys = this.blocks().filter(({ experts }) => experts.includes(name)).map(({ key }) => key);
-      return el("div", { className: "line" }, this.swatch(block, e), el("span", { className: "name", textContent: name }), this.bar(shares[e], e), el("span", { className: "value", textContent: percent(shares[e]) }),
+      return el("div", { className: "line" }, this.swatch(look(name)), el("span", { className: "name", textContent: name }), this.bar(shares[e], look(name).colour), el("span", { className: "value", textContent: percent(shares[e]) }),
         ...(this.source.live ? [toggle("off here", here, [block.key]), toggle("off in all", everywhere, keys)] : []));
     });
     const reset = el("button", { className: "small", textContent: "Switch all on", hidden: !Object.keys(this.state.off).length, onclick: () => { this.state.off = {}; this.refresh(false); } });
@@ -646,17 +651,17 @@ class Explorer {
     const names = ["", ...Object.keys(usage)];
     if (!names.includes(this.state.usage)) this.state.usage = "";
     const chosen = this.state.usage;
-    const select = el("select", { ariaLabel: "Usage of", onchange: () => { this.state.usage = select.value; this.usagePanel(); } },
+    const select = el("select", { ariaLabel: "Usage of", onchange: () => { this.state.usage = select.value; this.usagePanel(); this.show({}); } },
       ...names.map((name) => el("option", { value: name, textContent: name ? `${name}, when it was trained` : "tokens on this page", selected: name === chosen })));
     const rows = side.routing.blocks.map((block, b) => {
       const shares = chosen ? usage[chosen][block.key]?.share ?? [] : side.routing.shares(b);
       const parts = shares.map((share, e) => {
         const part = el("i", { title: `${block.experts[e]} ${percent(share)}` });
         part.style.flexGrow = share;
-        part.style.backgroundColor = colour(e);
+        part.style.backgroundColor = block.looks[e].colour;
         return part;
       });
-      return el("button", { className: b === this.state.block ? "stack chosen" : "stack", title: `Block ${block.key}`, onclick: () => this.show({ block: b }) }, el("span", { textContent: block.key }), ...parts);
+      return el("button", { className: "stack", title: `Block ${block.key}`, onclick: () => this.show({ block: b }) }, el("span", { textContent: block.key }), ...parts);
     });
     this.at.usage.replaceChildren(el("h2", { textContent: "Use of experts by block" }), select, ...rows);
   }
