@@ -443,7 +443,7 @@ class Explorer {
   }
 
   differs(side, other, t, b) {
-    if (t >= other.routing.tokens.length) return false;
+    if (t >= other.routing.tokens.length) return other.routing.end !== "";
     if (side.routing.tokens[t] !== other.routing.tokens[t]) return true;
     if (!side.routing.blocks.length || !other.routing.blocks.length) return false;
     return side.routing.nameOf(t, b) !== other.routing.nameOf(t, b);
@@ -652,7 +652,7 @@ class Explorer {
     if (!names.includes(this.state.usage)) this.state.usage = "";
     const chosen = this.state.usage;
     const select = el("select", { ariaLabel: "Usage of", onchange: () => { this.state.usage = select.value; this.usagePanel(); this.show({}); } },
-      ...names.map((name) => el("option", { value: name, textContent: name ? `${name}, when it was trained` : "tokens on this page", selected: name === chosen })));
+      ...names.map((name) => el("option", { value: name, textContent: name ? `task ${name}, from the record of training` : "tokens on this page", selected: name === chosen })));
     const rows = side.routing.blocks.map((block, b) => {
       const shares = chosen ? usage[chosen][block.key]?.share ?? [] : side.routing.shares(b);
       const parts = shares.map((share, e) => {
