@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 import monkeyjump as mj
@@ -129,6 +131,19 @@ def test_refusals(served: Any, path: str, asked: Any, headers: dict[str, str], s
     assert (found, said in content["error"]) == (status, True), content
 
 
+def test_half_a_character_is_none(served: Any) -> None:
+    asked = b'{"prompt": "a\\ud800b", "adapter": "first", "off": {}}'
+    status, view, _ = ask(served.port, "/api/view", asked)
+    assert (status, view["prompt"]) == (200, "a?b")
+    assert ask(served.port, "/api/view", asked.replace(b"first", b"\\udfff"))[0] == 400
+
+
+def test_a_fault_of_the_server_is_told(explorer: Explorer, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explorer, "about", lambda: dict[str, str]()["nothing"])
+    status, content, _ = ask(served.port, "/api/about")
+    assert (status, content["error"]) == (500, "KeyError: 'nothing'")
+
+
 def test_an_error_while_generating_is_the_last_line(served: Any) -> None:
     _, lines, _ = ask(served.port, "/api/generate", {"prompt": "a" * 5000, "adapter": "first"})
     assert "at most 4,096" in json.loads(lines)["error"]
@@ -190,7 +205,9 @@ def test_a_router_by_task_asks_for_the_task(explorer: Explorer) -> None:
     assert unpacked(by_task.read(Prompt(TEXT, task="two"), Side("tasks")).view)[:, 1].all()
 
 
-def test_folders_are_loaded_beside_each_other(tmp_path: Path) -> None:
+def test_folders_are_loaded_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = save_tiny_model(tmp_path / "model")
     for number, name in enumerate(("one", "two")):
         model = wrap(load_model(str(base))[0])
@@ -202,6 +219,26 @@ def test_folders_are_loaded_beside_each_other(tmp_path: Path) -> None:
         model, tokenizer = load_adapter(tmp_path / name / "adapter")
         alone = Explorer(model, tokenizer, {name: Adapter("default")})
         assert found.read(Prompt(TEXT), Side(name)).view == alone.read(Prompt(TEXT), Side(name)).view
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
+    for words, said in (
+        ([], r"http://127\.0\.0\.1:\d+/\n"),
+        (["--host", "0.0.0.0"], r"http://[\w.-]+:\d+/#token=\S{32}\n"),
+    ):
+        assert main(["explore", str(tmp_path / "one" / "adapter"), "--port", "0", *words]) == 0
+        assert re.search(said, capsys.readouterr().out)
+
+
+def test_adapters_that_cannot_be_explored_together_or_at_all(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        model = wrap(load_model(str(save_tiny_model(tmp_path / f"{name}-model")))[0])
+        model.save_pretrained(str(tmp_path / name))
+    with pytest.raises(mj.ConfigError, match="different base models"):
+        load([tmp_path / "one", tmp_path / "two"])
+    assert list(load([tmp_path / "one", tmp_path / "two"], base=str(tmp_path / "one-model")).adapters) == ["one", "two"]
+    lora = get_peft_model(load_model(str(tmp_path / "one-model"))[0], LoraConfig(target_modules=["q_proj"]))
+    lora.save_pretrained(str(tmp_path / "lora"))
+    with pytest.raises(mj.ConfigError, match="carries no Monkey Jump adapter"):
+        load([tmp_path / "lora"])
 
 
 def test_a_picture_is_sent_once_and_then_named(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from monkeyjump.tasks.media import Media
 from monkeyjump.tasks.task import Example
 from monkeyjump.tuner.call import belonging_to
 from monkeyjump.tuner.knock_out import knock_out
+from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.trace import RoutingTrace, record_routing
 
 BASE = "base"  # the name of the side without an adapter
@@ -81,6 +82,7 @@ class Explorer:
     """A model with one or two adapters, for several threads."""
 
     def __init__(self, model: Any, tokenizer: Any, adapters: Mapping[str, Adapter], name: str = "") -> None:
+        require_context(model)  # or it has nothing to show
         self.model, self.adapters, self.name = model, dict(adapters), name
         config = model.config.get_text_config()
         self.limit = min(MOST_TOKENS, getattr(config, "max_position_embeddings", None) or MOST_TOKENS)

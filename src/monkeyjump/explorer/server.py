@@ -110,6 +110,7 @@ async def _body(request: Request, most: int) -> bytes:
 async def _json(request: Request) -> dict[str, Any]:
     try:
         asked = json.loads(await _body(request, TEXT_BYTES))
+        asked = json.loads(json.dumps(asked, ensure_ascii=False).encode("utf-8", "replace"))  # without half characters
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, f"The request is not JSON ({error}).") from error
     if not isinstance(asked, dict):
@@ -148,7 +149,7 @@ def application(explorer: Explorer, host: str = "127.0.0.1", token: str | None =
             *(Route(f"/api/{name}", answer, methods=["POST"]) for name, answer in asked.items()),
         ],
         middleware=[Middleware(Guard, host=host, token=token)],
-        exception_handlers=dict.fromkeys((RefusedError, ConfigError, RuntimeError), _failed),
+        exception_handlers=dict.fromkeys((RefusedError, ConfigError, RuntimeError, Exception), _failed),
     )
 
 

@@ -24,15 +24,17 @@ def content(name: str) -> str:
 def fragment(views: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
     """HTML, CSS and JavaScript that show recorded views (`explorer.recorded`) inside any page.
 
-    The script has to stand behind the HTML. A page with a content security policy allows it by `script_hash`.
+    The script has to stand behind the HTML, once for any number of fragments. A page with a content security policy
+    allows it by `script_hash`.
     """
     # "<" is the only character that could end the block early
     data = json.dumps(list(views), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    name = f"mj-explorer-{hashlib.sha256(data.encode()).hexdigest()[:12]}"
     html = (
-        '<div class="mj-explorer" data-recorded="mj-explorer-views"></div>\n'
-        f'<script type="application/json" id="mj-explorer-views">{data}</script>'
+        f'<div class="mj-explorer" data-recorded="{name}"></div>\n'
+        f'<script type="application/json" id="{name}">{data}</script>'
     )
-    return html, content("explorer.css"), f"{content('explorer.js')}\n{content('sources.js')}"
+    return html, content("explorer.css"), f"(() => {{\n{content('explorer.js')}\n{content('sources.js')}}})();"
 
 
 def script_hash(script: str) -> str:

@@ -351,12 +351,12 @@ class Explorer {
       return;
     }
     const hash = new URLSearchParams(location.hash.slice(1));
-    for (const name of ["prompt", "left", "right", "task"]) if (hash.has(name)) this.state[name] = hash.get(name);
+    for (const name of ["prompt", "left", "right", "task"]) this.state[name] = hash.get(name) ?? "";
+    this.state.off = {};
     try {
-      this.state.off = JSON.parse(hash.get("off") ?? "{}");
-    } catch {
-      this.state.off = {};
-    }
+      const off = JSON.parse(hash.get("off") ?? "{}");
+      if (Object.values(off).every(Array.isArray)) this.state.off = off;
+    } catch { /* an address that somebody has changed */ }
     this.wantedBlock = hash.get("block");
     this.choices();
     this.at.prompt.value = this.state.prompt;
@@ -546,10 +546,10 @@ class Explorer {
     pen.textAlign = "right";
     pen.font = "10px system-ui, sans-serif";
     for (let b = 0; b < B; b++) {
-      const chosen = b === this.state.block;
-      if (!chosen && (ch < 12 && b % 5 || routing.blocks[b].key.length > 5)) continue;
+      const chosen = b === this.state.block, name = routing.blocks[b].key.split(".")[0]; // "3" of "3.q_proj"
+      if (!chosen && routing.blocks[b - 1]?.key.split(".")[0] === name) continue;
       pen.fillStyle = chosen ? inkOfPage : soft;
-      pen.fillText(routing.blocks[b].key.slice(-5), GUTTER - 5, b * ch + ch / 2);
+      pen.fillText(name.slice(-5), GUTTER - 5, b * ch + ch / 2);
     }
     pen.strokeStyle = inkOfPage;
     pen.lineWidth = 1.5;
