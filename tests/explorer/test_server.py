@@ -23,8 +23,9 @@ from monkeyjump.explorer.engine import Adapter, Explorer, Prompt, Side, load
 from monkeyjump.models import load_model
 from tests.explorer.conftest import ask, serving, unpacked
 from tests.helpers import adapted, disturb, wrap
+from tests.tasks.conftest import make_tokenizer
 from tests.tiny_folder import save_tiny_model
-from tests.visual import save_visual_model
+from tests.visual import IMAGE, batch, qwen2_5_vl, save_visual_model
 
 TEXT = "Is the sky blue?"
 
@@ -258,6 +259,26 @@ def test_a_picture_is_sent_once_and_then_named(tmp_path: Path) -> None:
         _, named, _ = ask(served.port, "/api/picture", b"no picture")
         status, content, _ = ask(served.port, "/api/view", {**asked, **named})
         assert (status, "of 10 bytes" in content["error"]) == (400, True), content
+
+
+def test_positions_after_a_picture_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model notes how far a picture has moved the positions; what another prompt notes must not count."""
+    found = Explorer(adapted(qwen2_5_vl()), make_tokenizer(), {"visual": Adapter("default")})
+    given, prepare = batch("qwen2_5_vl"), found._inputs
+    shown = {name: given[name].chunk(2)[1] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
+    known = {"a picture": given["input_ids"][1].tolist(), "a text": list(range(3, 12))}
+
+    def inputs(ids: list[int], *rest: Any) -> Any:
+        made = prepare(ids, *rest)
+        made.shown = shown if IMAGE in ids else {}
+        return made
+
+    monkeypatch.setattr(found, "_ids", lambda text, media: known[text])
+    monkeypatch.setattr(found, "_inputs", inputs)
+    alone = [list(found.generate(Prompt(text), Side("visual"), 4, 0, 0)) for text in known]
+    in_turns = zip(*(found.generate(Prompt(text), Side("visual"), 4, 0, 0) for text in known), strict=True)
+    for step, events in enumerate(in_turns):
+        assert list(events) == [each[step] for each in alone]
 
 
 def test_wrong_options_are_told_before_the_model_is_loaded(served: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import monkeyjump as mj
+from monkeyjump.ops import dispatch
 from tests.equivalence.thread_runs import built
 from tests.helpers import REORDERED, ROUTED, adapted, layers_of, token_ids
 
@@ -72,6 +73,20 @@ def test_one_expert_of_one_block(method: str) -> None:
         logits(model)
     gates[..., :2] = 0
     torch.testing.assert_close(trace.gates(key), gates, **REORDERED)
+
+
+@pytest.mark.skipif(not dispatch.HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("method", METHODS)
+def test_kernels_do_without_it_too(method: str) -> None:
+    """Projections that read one tensor ask for their gates together, which is another way through a router."""
+    model = model_of(method)
+    with mj.record_routing(model) as trace, dispatch.implementation("triton"):
+        before = logits(model)
+    with mj.knock_out(model, {key: trace.experts(key)[:1] for key in trace.blocks()}):
+        without = logits(model)
+        with dispatch.implementation("triton"):
+            torch.testing.assert_close(logits(model), without, **REORDERED)
+    assert not torch.allclose(without, before, atol=1e-3)
 
 
 def test_generation_and_kept_decisions_do_without_it() -> None:
