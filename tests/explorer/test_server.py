@@ -85,6 +85,13 @@ def test_generation_is_greedy_generation(explorer: Explorer, served: Any) -> Non
     np.testing.assert_allclose(unpacked({**events[len(made) - 2], "blocks": blocks}), gates, atol=1e-4)
 
 
+def test_tokens_as_people_read_them(explorer: Explorer) -> None:
+    """A vocabulary is often larger than its tokenizer, and a token may be a part of a character."""
+    tokenizer = explorer.tokenizer
+    ids = [*tokenizer("é a\n", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id, 100_000]
+    assert explorer._texts(ids) == ["Ã", "©", " ", "a", "\n", "</s>", "<100000>"]
+
+
 def test_sides_that_agree_draw_the_same(explorer: Explorer) -> None:
     """The noise belongs to the place, not to the side; another seed is other noise."""
     texts = [

@@ -228,7 +228,9 @@ class Explorer:
     def _texts(self, ids: list[int]) -> list[str]:
         """Tokens as people read them, each by itself; part of a character is shown as the tokenizer names it."""
         found = self.tokenizer.batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
-        names = self.tokenizer.convert_ids_to_tokens(ids)
+        names = [
+            name or f"<{token}>" for token, name in zip(ids, self.tokenizer.convert_ids_to_tokens(ids), strict=True)
+        ]
         return [
             name if "\ufffd" in text or not text else f" {text}" if name.startswith("▁") and text[0] != " " else text
             for name, text in zip(names, found, strict=True)
