@@ -108,7 +108,7 @@ class Explorer:
         inputs = self._inputs(ids, media, self._task_id(prompt.task, side))
         with self._as(side) as trace:
             prefix = self.reader.read(inputs, cached=True)
-            reading = Reading(side, prefix, ids, {}, shift=self._shift())
+            reading = Reading(side, prefix, ids, {}, shift=getattr(self.reader.shifts, "rope_deltas", None))
         columns = routed(trace, len(ids))
         reading.view = {
             "prompt": prompt.text,
@@ -216,9 +216,6 @@ class Explorer:
             inputs.shown = {name: tensor.to(device) for name, tensor in self.pictures.tensors([media]).items()}
             inputs.shown |= self.pictures.kinds(prompts)
         return inputs
-
-    def _shift(self) -> Any:
-        return None if self.reader.shifts is None else self.reader.shifts.rope_deltas
 
     def _next(self, logits: Tensor) -> list[list[Any]]:
         """The most likely next tokens with their probabilities."""

@@ -7,12 +7,13 @@ import json
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -27,14 +28,6 @@ TEXT_BYTES = 256 * 1024  # of a request
 PICTURE_BYTES = 10 * 1024 * 1024
 KEPT_PICTURES = 4
 MOST_NEW_TOKENS = 1024
-
-
-class RefusedError(Exception):
-    """A request that is not answered, with its status."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 class Questions:
@@ -79,11 +72,11 @@ class Questions:
         off, picture = asked.get("off", {}), asked.get("picture")
         listed = isinstance(off, dict) and all(isinstance(names, list) for names in off.values())
         if not listed or not all(isinstance(name, str) for names in off.values() for name in names):
-            raise RefusedError(400, '"off" has to be an object such as {"0": ["q_proj"]}.')
+            raise HTTPException(400, '"off" has to be an object such as {"0": ["q_proj"]}.')
         if not isinstance(text, str) or not isinstance(adapter, str):
-            raise RefusedError(400, '"prompt" and "adapter" have to be texts.')
+            raise HTTPException(400, '"prompt" and "adapter" have to be texts.')
         if picture is not None and picture not in self.pictures:
-            raise RefusedError(400, "The picture is no longer here: drop it again.")
+            raise HTTPException(400, "The picture is no longer here: drop it again.")
         picture = None if picture is None else self.pictures[picture]
         return Prompt(text, picture, task if isinstance(task, str) else None), Side(adapter, off)
 
@@ -103,7 +96,7 @@ async def _body(request: Request, most: int) -> bytes:
     async for chunk in request.stream():
         held += chunk
         if len(held) > most:
-            raise RefusedError(413, f"The request is larger than {most // 1024:,} KB. Send less.")
+            raise HTTPException(413, f"The request is larger than {most // 1024:,} KB. Send less.")
     return bytes(held)
 
 
@@ -112,44 +105,41 @@ async def _json(request: Request) -> dict[str, Any]:
         asked = json.loads(await _body(request, TEXT_BYTES))
         asked = json.loads(json.dumps(asked, ensure_ascii=False).encode("utf-8", "replace"))  # without half characters
     except (ValueError, RecursionError) as error:
-        raise RefusedError(400, f"The request is not JSON ({error}).") from error
+        raise HTTPException(400, f"The request is not JSON ({error}).") from error
     if not isinstance(asked, dict):
-        raise RefusedError(400, "The request is not a JSON object.")
+        raise HTTPException(400, "The request is not a JSON object.")
     return asked
 
 
 def _number(asked: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
     value = asked.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise RefusedError(400, f'"{name}" has to be a number from {low:g} to {high:g}.')
+        raise HTTPException(400, f'"{name}" has to be a number from {low:g} to {high:g}.')
     return value
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ConfigError | RefusedError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, HTTPException):
+        return error.detail
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, RefusedError) else 400 if isinstance(error, ConfigError) else 500
+    status = error.status_code if isinstance(error, HTTPException) else 400 if isinstance(error, ConfigError) else 500
     return JSONResponse({"error": _words(error)}, status)
 
 
 def application(explorer: Explorer, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
     """The server as an ASGI application."""
-    questions = Questions(explorer)
-    asked: dict[str, Callable[..., Any]] = {
-        "view": questions.view,
-        "generate": questions.generate,
-        "picture": questions.picture,
-    }
+    questions, posted = Questions(explorer), ("view", "generate", "picture")
     return Starlette(
         routes=[
             *(Route(f"/{name}", questions.file) for name in ("", *FILES)),
             Route("/api/about", questions.about),
-            *(Route(f"/api/{name}", answer, methods=["POST"]) for name, answer in asked.items()),
+            *(Route(f"/api/{name}", getattr(questions, name), methods=["POST"]) for name in posted),
         ],
         middleware=[Middleware(Guard, host=host, token=token)],
-        exception_handlers=dict.fromkeys((RefusedError, ConfigError, RuntimeError, Exception), _failed),
+        exception_handlers=dict.fromkeys((HTTPException, ConfigError, RuntimeError, Exception), _failed),
     )
 
 
