@@ -231,8 +231,7 @@ def test_the_token_is_taken_from_the_address(page: Any, explorer: Explorer) -> N
     with serving(explorer, token="secret-token") as served:
         page.goto(served.url)
         page.wait_for_selector(".wrong:text('The token is missing')")
-        page.goto("about:blank")
-        page.goto(f"{served.url}#token=secret-token&prompt=Hello&block=1")
+        page.goto(f"{served.url}#token=secret-token&prompt=Hello&block=1")  # in the same document
         settled(page)
         assert "secret" not in page.url
         assert page.locator("input[type=range]").input_value() == "1"
@@ -252,6 +251,31 @@ def test_a_picture_is_dropped(page: Any, explorer: Explorer, tmp_path: Path) -> 
         (tmp_path / "bad.png").write_bytes(b"no picture")
         page.set_input_files("input[type=file]", tmp_path / "bad.png")
         page.wait_for_selector(".wrong:text('of 10 bytes')")
+
+
+def test_a_prompt_before_the_page_knows_its_adapters(page: Any, served: Any, explorer: Explorer) -> None:
+    held = list[Any]()
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    page.route("**/api/about", hold)
+    page.goto(served.url)
+    type_in(page, TEXT)
+    page.wait_for_timeout(50)
+    held.pop().continue_()
+    settled(page)
+    shows(page, read(explorer), 0)
+    page.unroute("**/api/about")
+
+
+def test_a_server_that_comes_back_is_asked_again(page: Any, served: Any) -> None:
+    page.route("**/api/about", lambda route: route.abort())
+    page.goto(served.url)
+    page.wait_for_selector(".wrong:text('The server does not answer')")
+    page.unroute("**/api/about")
+    type_in(page, TEXT)
+    settled(page)
 
 
 def test_narrow_screens(browser: Any, served: Any) -> None:

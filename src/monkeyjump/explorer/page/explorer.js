@@ -95,17 +95,28 @@ class Explorer {
     this.drawing = false;
   }
 
-  async start() {
+  start() {
     this.build();
-    try {
-      this.about = await this.source.about();
-    } catch (error) {
-      this.say(error.message, true);
-      return;
-    }
-    this.fill();
-    if (this.source.live) addEventListener("hashchange", () => this.restore());
-    this.restore();
+    if (this.source.live) addEventListener("hashchange", () => (this.about ? this.restore() : this.connect()));
+    this.connect();
+  }
+
+  /* Learn what there is to look at; a second call waits for the first. */
+  connect() {
+    this.connecting ??= this.source.about().then((about) => {
+      this.about = about;
+      this.fill();
+      this.say("");
+      this.restore();
+      return true;
+    }).catch((error) => this.say(error.message, true)).finally(() => { this.connecting = null; });
+    return this.connecting;
+  }
+
+  async ask(generate) {
+    if (!this.about && !(await this.connect())) return;
+    this.state.prompt = this.at.prompt.value;
+    await this.refresh(generate);
   }
 
   build() {
@@ -155,22 +166,21 @@ class Explorer {
 
   listen() {
     const { at } = this;
-    const asked = (generate) => { this.state.prompt = at.prompt.value; this.refresh(generate); };
     if (this.source.live) {
-      at.run.onclick = () => asked(false);
-      at.generate.onclick = () => asked(true);
+      at.run.onclick = () => this.ask(false);
+      at.generate.onclick = () => this.ask(true);
       at.stop.onclick = () => this.running?.abort();
       at.prompt.onkeydown = (event) => {
         if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
         event.preventDefault();
-        asked(event.ctrlKey || event.metaKey);
+        this.ask(event.ctrlKey || event.metaKey);
       };
       at.file.onchange = () => this.take(at.file.files[0]);
       at.without.onclick = () => { this.picture = null; at.file.value = ""; at.preview.hidden = at.without.hidden = true; };
       this.root.addEventListener("dragover", (event) => event.preventDefault());
       this.root.addEventListener("drop", (event) => { event.preventDefault(); this.take(event.dataTransfer.files[0]); });
     } else {
-      at.prompt.onchange = () => asked(false);
+      at.prompt.onchange = () => this.ask(false);
     }
     at.slider.oninput = () => this.show({ block: Number(at.slider.value) });
     for (const name of ["left", "right", "task"]) {
@@ -359,7 +369,7 @@ class Explorer {
     } catch { /* an address that somebody has changed */ }
     this.wantedBlock = hash.get("block");
     this.choices();
-    this.at.prompt.value = this.state.prompt;
+    this.at.prompt.value = this.state.prompt || this.at.prompt.value; // somebody may have typed already
     if (this.state.prompt) this.refresh(false);
   }
 

@@ -2,18 +2,21 @@
 /* Where the explorer takes its data from: the server of this page, or views that were recorded into the page. */
 
 class LiveSource {
-  constructor() {
+  constructor() { this.live = true; }
+
+  /* What the address brings is kept for reloads, but not in the address, which somebody may copy. */
+  token() {
     const hash = new URLSearchParams(location.hash.slice(1));
-    if (hash.has("token")) { // kept for reloads, but not in an address that somebody may copy
+    if (hash.has("token")) {
       sessionStorage.setItem("mj-token", hash.get("token"));
       hash.delete("token");
       history.replaceState(null, "", "#" + hash);
     }
-    this.live = true;
+    return sessionStorage.getItem("mj-token");
   }
 
   async ask(path, options = {}) {
-    const token = sessionStorage.getItem("mj-token");
+    const token = this.token();
     const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
     let response;
     try {
