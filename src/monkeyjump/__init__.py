@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.centers.calibrate import initialize_centers
     from monkeyjump.tuner.count import count_parameters
     from monkeyjump.tuner.from_lora import from_lora, route
+    from monkeyjump.tuner.knock_out import knock_out
     from monkeyjump.tuner.trace import record_routing
     from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, balance_ranks, project_gradients
 
@@ -32,6 +33,7 @@ __all__ = [
     "fast",
     "from_lora",
     "initialize_centers",
+    "knock_out",
     "methods",
     "project_gradients",
     "record_routing",
@@ -48,6 +50,7 @@ _HOMES = {
     "fast": "training.fast",
     "from_lora": "tuner.from_lora",
     "initialize_centers": "tuner.centers.calibrate",
+    "knock_out": "tuner.knock_out",
     "methods": "methods",
     "project_gradients": "tuner.training.optimizer_steps",
     "record_routing": "tuner.trace",

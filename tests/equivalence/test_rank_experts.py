@@ -164,6 +164,27 @@ def test_compiled_is_eager(way: str) -> None:
     assert_same(routing_state(model), routing_state(twin), atol=1e-5, rtol=1e-4)
 
 
+def test_a_rank_is_knocked_out_by_its_name() -> None:
+    model, batch = adapted(**RANKED).eval(), lm_batch()
+    with (
+        mj.record_routing(model, probabilities=True) as trace,
+        mj.knock_out(model, {"0": ["k_proj.1"]}),
+        torch.no_grad(),
+    ):
+        found = model(**batch).logits
+    place = trace.experts("0").index("k_proj.1")
+    assert not trace.gates("0")[..., place].any()
+    probabilities = trace.probabilities("0")
+    assert probabilities is not None
+    assert probabilities.shape[-1] == 3 * R
+    adapter: Any = next(
+        layer for path, layer in layers_of(model).items() if path.endswith("layers.0.self_attn.k_proj")
+    ).monkeyjump_adapter["default"]
+    with torch.no_grad():
+        adapter.B[:, 1] = 0
+        torch.testing.assert_close(found, model(**batch).logits, atol=1e-5, rtol=1e-4)
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "expert_unit='rank' is for experts without router parameters": {"router": "linear", "top_k": 2},
     "adapter='propulsion' has no ranks that expert_unit='rank'": {"adapter": "propulsion"},

@@ -233,8 +233,11 @@ def test_other_adapters_and_a_look_at_the_routing_are_not_replayed() -> None:
             assert torch.equal(model(**batch).loss, plain)
         with mj.record_routing(model) as trace:
             assert torch.equal(model(**batch).loss, expected)
+        with mj.knock_out(model, {"0": ["q_proj"]}):
+            assert not torch.equal(model(**batch).loss, expected)
         assert torch.equal(model(**batch).loss, expected)
     assert report.others["somebody looks at the routing"] == 1
+    assert report.others["experts are knocked out"] == 1
     assert report.replayed == 2  # what is trained changed in between, so that graphs are made again
     assert trace is not None
 

@@ -14,13 +14,18 @@ RECIPE_FILE = "recipe.json"  # beside the adapter, if the library trained it
 
 
 def load_adapter(
-    path: str | Path, base: str | None = None, dtype: Any = None, device: Any = None, loaded: Any = None
+    path: str | Path,
+    base: str | None = None,
+    dtype: Any = None,
+    device: Any = None,
+    loaded: Any = None,
+    adapter_name: str = "default",
 ) -> tuple[Any, Any]:
     """The model with its adapter, in eval mode, and its tokenizer.
 
     The base model is `base`, or the one the training recipe names, or the one in `adapter_config.json`. The ids of the
     tasks it was trained on stay with the model, for adapters that route by task. `loaded`: the base model and its
-    tokenizer, where they are there already.
+    tokenizer, where they are there already; if the model has adapters, this one is put beside them.
     """
     from peft import PeftModel
     from safetensors import SafetensorError
@@ -34,7 +39,11 @@ def load_adapter(
     if (folder / "tokenizer_config.json").is_file() and not hasattr(tokenizer, "processor"):
         tokenizer = _own_tokenizer(folder, tokenizer)  # a processor for pictures stays that of the base model
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder))
+        if isinstance(model, PeftModel):
+            model.load_adapter(str(folder), adapter_name)
+            adapted = model
+        else:
+            adapted = PeftModel.from_pretrained(model, str(folder), adapter_name)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:

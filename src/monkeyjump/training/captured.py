@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten
 from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
 from monkeyjump.training.progress import say
 from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack
-from monkeyjump.tuner.call import calls_of
+from monkeyjump.tuner.call import calls_of, running
 from monkeyjump.tuner.fast.packed_weights import managed
 from monkeyjump.tuner.model import find_context
 
@@ -118,6 +118,8 @@ class CapturedCall:
             return "an argument is neither a tensor nor a plain value"
         if context is not None and (context.trace is not None or context.collector is not None):
             return "somebody looks at the routing"
+        if context in running().knocked_out:
+            return "experts are knocked out"
         self._forget_if_moved()
         if self._tuner is not None:  # others may be active, or none
             key = (*key, self._tuner.disable_adapters, tuple(self._tuner.active_adapters), bool(self._tuner.merged))

@@ -15,7 +15,7 @@ a context variable because torch.compile can trace the first and not the second.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.fast.shared_inputs import Seeds, SharedInput
 
 Decisions = dict[tuple[str, str], Tensor]  # (router, adapter name) -> what was decided for each row
+KnockedOut = Mapping[str, frozenset[str]]  # router -> the experts that are switched off
 
 
 @dataclass(eq=False)
@@ -70,6 +71,7 @@ class ModelCall:
     seeds: Seeds | None = None  # they make the dropout masks, one for each group of shared inputs
     ahead: MadeAhead | None = None
     token_ids: Tensor | None = None  # of a model that reads pictures or clips
+    knocked_out: KnockedOut | None = None
 
 
 @dataclass(eq=False)
@@ -177,6 +179,7 @@ class Running:
     call: ModelCall | None = None
     blocks: BlocksCall | None = None
     generation: Generation | None = None
+    knocked_out: dict[RoutingContext, KnockedOut] = field(default_factory=dict)  # by `knock_out`, for calls to come
 
 
 class _Threads(threading.local):

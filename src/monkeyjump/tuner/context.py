@@ -106,7 +106,7 @@ class RoutingContext:
         """Open a call of this model, and forget one that an interrupted forward has left."""
         here = running()
         around, generation = here.call, here.generation
-        call = ModelCall(self, generation=generation, wrapped=wrapped)
+        call = ModelCall(self, generation=generation, wrapped=wrapped, knocked_out=here.knocked_out.get(self))
         if generation is not None:
             call.task_ids, call.prompt_lengths = generation.task_ids, generation.prompt_lengths
         call.outer = None if around is None or around.context is self else around

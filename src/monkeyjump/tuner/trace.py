@@ -43,8 +43,10 @@ class ExpertLoad:
 class RoutingTrace:
     """Filled by `record_routing`: the gates of the last forward, and loads summed over all forwards inside."""
 
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, str], tuple[Tensor, Tensor | None, tuple[str, ...]]] = {}  # gates, mask, experts
+    def __init__(self, probabilities: bool = False) -> None:
+        self.probabilities_wanted = probabilities
+        # gates, mask, experts, probabilities
+        self._last: dict[tuple[str, str], tuple[Tensor, Tensor | None, tuple[str, ...], Tensor | None]] = {}
         # by block, adapter and kind of token ("" for all): jumps, gates, tokens
         self._sums: dict[tuple[str, str, str], tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -56,8 +58,9 @@ class RoutingTrace:
         gates: Tensor,
         mask: Tensor | None,
         kinds: Tensor | None = None,
+        probabilities: Tensor | None = None,
     ) -> None:
-        self._last[block, adapter] = gates.detach(), mask, names
+        self._last[block, adapter] = gates.detach(), mask, names, probabilities
         self._add((block, adapter, ""), gates, mask)
         if kinds is not None:
             for place, kind in enumerate(KINDS):
@@ -83,6 +86,10 @@ class RoutingTrace:
     def gates(self, block: str, adapter: str | None = None) -> Tensor:
         """Gates of a block in the last forward, [B, T, E]."""
         return self._last[self._key(block, adapter)][0]
+
+    def probabilities(self, block: str, adapter: str | None = None) -> Tensor | None:
+        """What the router gave every expert before the top k were taken; None where there is no such number."""
+        return self._last[self._key(block, adapter)][3]
 
     def mask(self, block: str, adapter: str | None = None) -> Tensor | None:
         """Real tokens of the last forward, [B, T]; None when all were."""
@@ -115,10 +122,10 @@ class RoutingTrace:
 
 
 @contextmanager
-def record_routing(model: nn.Module) -> Iterator[RoutingTrace]:
-    """Record the gates of every forward inside the `with`."""
+def record_routing(model: nn.Module, probabilities: bool = False) -> Iterator[RoutingTrace]:
+    """Record the gates of every forward inside the `with`, and on request what the experts below the top k had."""
     context = require_context(model)
-    outer, context.trace = context.trace, RoutingTrace()
+    outer, context.trace = context.trace, RoutingTrace(probabilities)
     try:
         yield context.trace
     finally:

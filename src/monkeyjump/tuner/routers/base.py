@@ -104,6 +104,22 @@ class BlockRouter:
         number = self.gates_each(adapter_name)
         return GateColumns(wide, tuple(number * position for position in positions), number)
 
+    def experts_by_key(self, adapter_name: str) -> dict[str, tuple[str, ...]]:
+        """The experts of this router, under the key that a trace has for it."""
+        return {self.key: self.names[adapter_name]}
+
+    def without_knocked_out(self, adapter_name: str, gates: Tensor, call: BlocksCall, position: int = -1) -> Tensor:
+        """The gates [..., E] with zeros for the experts that this call does without."""
+        if not call.call.knocked_out:
+            return gates
+        key = self._key_of(adapter_name, position)
+        off, names = call.call.knocked_out.get(key, ()), self.experts_by_key(adapter_name)[key]
+        return gates * gates.new_tensor([float(name not in off) for name in names])
+
+    def _key_of(self, name: str, position: int) -> str:
+        """How a user names the router. Not for code that is traced: it differs between blocks."""
+        return self.key
+
     def observes(self, adapter_name: str) -> bool:
         """Whether `observe` wants to see the projections of this adapter."""
         return False

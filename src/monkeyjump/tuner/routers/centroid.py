@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D hidden width, E routed projections of the block.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,15 +44,15 @@ class CentroidRouter(BlockRouter):
                 if self.configs[name].jitter > 0 or self.configs[name].router == "shuffled":
                     self._route(name, h, True, call)  # draws as the forward did, so that later dropout agrees with it
             else:
-                gates = self._decided(name, h, training, call)
+                gates = self.without_knocked_out(name, self._decided(name, h, training, call), call)
                 if call.staging and not torch.compiler.is_compiling():
                     call.gates_of[self.path, name] = gates
             call.gates[name] = gates
             if trace is not None and not call.recomputing:
-                mask = call.real_tokens(call.shape, h.device)
-                trace.record(
-                    self.key, name, self.names[name], gates.expand(*call.shape, -1), mask, call.kinds(call.shape)
-                )
+                mask, kinds = call.real_tokens(call.shape, h.device), call.kinds(call.shape)
+                p = self._probabilities(name, h, call) if trace.probabilities_wanted else None
+                p = None if p is None else p.expand(*call.shape, -1)
+                trace.record(self.key, name, self.names[name], gates.expand(*call.shape, -1), mask, kinds, p)
 
     def _decided(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config = self.configs[name]
@@ -73,6 +74,17 @@ class CentroidRouter(BlockRouter):
         if config.granularity == "sequence" and not training:
             call.fresh[self.path, name] = gates[:, -1:]
         return gates
+
+    def _probabilities(self, name: str, h: Tensor, call: BlocksCall) -> Tensor | None:
+        """The softmax over all experts, before the top k of them are taken; None where no state is compared here."""
+        config = self.configs[name]
+        if config.router != "centroid" or config.granularity == "task" or (self.path, name) in (call.kept or {}):
+            return None
+        centers = _each(layer.monkeyjump_center[name] for layer in self.layers[name])
+        mean = self.layers[name][0].monkeyjump_mean[name] if config.route_space == "centered" else None
+        selection = call.selection(name, config, call.shape, h.device)
+        every = replace(config, top_k=len(centers), renormalize=False, mean_gate=None)
+        return decide(h.detach().to(centers[0].device), centers, mean, selection, every)
 
     def _route(self, name: str, h: Tensor, training: bool, call: BlocksCall) -> Tensor:
         config, layers = self.configs[name], self.layers[name]

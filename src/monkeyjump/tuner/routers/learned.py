@@ -66,7 +66,8 @@ class LearnedRouterOfBlock(BlockRouter):
         for name in active:
             config = self.configs[name]
             if not config.learns_router:
-                call.gates[name] = uniform_gates(h, self.experts[name], config)
+                gates = uniform_gates(h, self.experts[name], config)
+                call.gates[name] = self.without_knocked_out(name, gates, call)
                 self._trace(name, BLOCK, call.gates[name].expand(*call.shape, -1), call)
             elif not routes_alone(config) and config.learned.router_input == "block":
                 call.gates[name] = self._decide_learned(name, BLOCK, h)
@@ -93,7 +94,7 @@ class LearnedRouterOfBlock(BlockRouter):
             wide = self.gate(adapter_name, positions[0], x)  # the experts of every projection have the same gates
             return GateColumns(wide, (0,) * len(positions), wide.shape[-1])
         routers: list[Any] = [self.layers[adapter_name][p].monkeyjump_router[adapter_name] for p in positions]
-        decision = learned.decide_together(routers, x)
+        decision = None if self.call().call.knocked_out else learned.decide_together(routers, x)
         if decision is None:
             return [self.gate(adapter_name, position, x) for position in positions]
         if self.layers[adapter_name][positions[0]].training:
@@ -108,8 +109,9 @@ class LearnedRouterOfBlock(BlockRouter):
         experts = decision.gates.shape[-1]
         gates = GateColumns(decision.gates.flatten(-2), tuple(range(0, experts * len(positions), experts)), experts)
         if self.blocks.context.trace is not None:
-            for position, gate in zip(positions, gates.by_projection(), strict=True):
-                self._trace(adapter_name, position, gate, self.call())
+            each = zip(positions, gates.by_projection(), decision.probabilities.unbind(-2), strict=True)
+            for position, gate, probabilities in each:
+                self._trace(adapter_name, position, gate, self.call(), probabilities)
         return gates
 
     def observes(self, adapter_name: str) -> bool:
@@ -146,7 +148,7 @@ class LearnedRouterOfBlock(BlockRouter):
         decision: LearnedDecision = router(x)
         counted = [layer] if routes_alone(config) else self.layers[name]
         self._note(name, position, x, decision, counted)
-        return decision.gates
+        return self.without_knocked_out(name, decision.gates, self.call(), position)
 
     def _note(
         self, name: str, position: int, x: Tensor, decision: LearnedDecision, counted: list[MonkeyJumpLayer]
@@ -157,7 +159,7 @@ class LearnedRouterOfBlock(BlockRouter):
             mask = self._fitted_mask(x, call)
             self._stage_balance(name, [position], decision, mask, call)
             self._count_tokens(name, counted, decision.chosen, mask, call)
-        self._trace(name, position, decision.gates, call)
+        self._trace(name, position, decision.gates, call, decision.probabilities)
 
     @torch.no_grad()
     def _count_tokens(
@@ -214,16 +216,22 @@ class LearnedRouterOfBlock(BlockRouter):
             )
         return mask.reshape(x.shape[:-1]).to(x.device)
 
-    def _trace(self, name: str, position: int, gates: Tensor, call: BlocksCall) -> None:
+    def _trace(self, name: str, position: int, gates: Tensor, call: BlocksCall, p: Tensor | None = None) -> None:
         trace = self.blocks.context.trace
         if trace is not None and not call.recomputing:
-            own = self.configs[name].placement == "block"
-            names = self.names[name] if own else tuple(f"expert {n}" for n in range(gates.shape[-1]))
-            wide, kinds = gates.reshape(*call.shape, -1), call.kinds(call.shape)
-            trace.record(self._key_of(name, position), name, names, wide, call.mask, kinds)
+            key, kinds = self._key_of(name, position), call.kinds(call.shape)
+            wide = self.without_knocked_out(name, gates, call, position).reshape(*call.shape, -1)
+            p = p.reshape(*call.shape, -1) if p is not None and trace.probabilities_wanted else None
+            trace.record(key, name, self.experts_by_key(name)[key], wide, call.mask, kinds, p)
+
+    def experts_by_key(self, adapter_name: str) -> dict[str, tuple[str, ...]]:
+        config, names = self.configs[adapter_name], self.names[adapter_name]
+        if config.placement != "block":
+            names = tuple(f"expert {n}" for n in range(self.experts[adapter_name]))
+        positions = range(len(self.names[adapter_name])) if routes_alone(config) else [BLOCK]
+        return {self._key_of(adapter_name, position): names for position in positions}
 
     def _key_of(self, name: str, position: int) -> str:
-        """How a user names the router. Not for code that is traced: it differs between blocks."""
         return self.key if position == BLOCK else f"{self.key}.{self.names[name][position]}"
 
 

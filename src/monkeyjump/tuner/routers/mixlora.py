@@ -126,6 +126,8 @@ class FeedForwardExperts(LearnedRouterOfBlock):
             gates = torch.full((*x.shape[:2], experts), 1 / experts, device=x.device)
             decision, k = LearnedDecision(gates, gates, torch.ones_like(gates, dtype=torch.bool)), experts
         slots = call.slots = open_slots(x, decision, k)
+        # the copy of an expert that is knocked out runs without a delta: its share of the frozen output stays
+        slots.experts = self.without_knocked_out(name, slots.experts, call)
         given = [_for_every_copy(value, x, slots) for value in args]
         return tuple(given), {name: _for_every_copy(value, x, slots) for name, value in kwargs.items()}
 

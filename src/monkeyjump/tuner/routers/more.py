@@ -40,6 +40,10 @@ class MoreRouter(LearnedRouterOfBlock):
         for name in active:
             call.tasks[name] = self._tasks(self.configs[name], h, call)
 
+    def experts_by_key(self, adapter_name: str) -> dict[str, tuple[str, ...]]:
+        """There are none: ranks are taken, not experts."""
+        return {}
+
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         super().after(module, args, output)
         call = running().blocks

@@ -1,0 +1,39 @@
+"""`monkeyjump explore`: a page on this machine that shows where the tokens of a prompt go."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", help="folder of a saved adapter")
+    parser.add_argument("other", nargs="?", metavar="adapter2", help="another one of the same base model, to compare")
+    parser.add_argument("--port", type=int, default=8765, help="default: 8765; 0 takes any that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    parser.add_argument("--token", help="what requests have to know (default: none here, a new one with --host)")
+    parser.add_argument("--base", metavar="MODEL", help="base model, where the adapter does not say")
+
+
+def run(options: argparse.Namespace) -> int:
+    from monkeyjump.errors import ConfigError
+
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f'explore needs {error.name}: pip install "monkeyjump[explore]".', title="missing package"
+        ) from error
+    import torch
+
+    from monkeyjump.explorer.engine import load
+    from monkeyjump.explorer.server import bound, serve
+
+    if options.token is not None and not re.fullmatch(r"[\w.~-]{8,}", options.token, re.ASCII):
+        raise ConfigError(f"--token {options.token!r} has to be 8 or more letters, digits and . _ ~ - alone.")
+    with bound(options.host, options.port) as listening:
+        paths = [path for path in (options.adapter, options.other) if path is not None]
+        explorer = load(paths, options.base, "cuda" if torch.cuda.is_available() else None)
+        serve(explorer, listening, options.host, options.token)
+    return 0
