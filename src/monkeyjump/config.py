@@ -148,7 +148,8 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     # Other methods than Monkey Jump: controls and baselines
     router: str = choice(
         "centroid: tokens against centres (Monkey Jump); linear: a learned softmax; sigmoid: learned gates, each for "
-        "itself (MoA). Controls: uniform, one constant gate; shuffled, the centroid gates of other tokens.",
+        "itself (MoA); lime: the projection's own outputs (LiME). Controls: uniform, one constant gate; shuffled, the "
+        "centroid gates of other tokens.",
         *("centroid", "uniform", "shuffled", *LEARNED_ROUTERS),
     )
     placement: str = choice(

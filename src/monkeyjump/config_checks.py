@@ -12,7 +12,7 @@ from monkeyjump.registry import ADAPTERS, did_you_mean
 if TYPE_CHECKING:
     from monkeyjump.config import MonkeyJumpConfig
 
-LEARNED_ROUTERS = ("linear", "sigmoid")
+LEARNED_ROUTERS = ("linear", "sigmoid", "lime")  # whose gates carry gradients
 RANKED = ("lora", "lora_fa", "adalora")  # adapters whose ranks can be used one by one
 
 
@@ -111,12 +111,17 @@ def _mixture_problems(config: MonkeyJumpConfig) -> list[str]:
     if mixture and config.router not in (*LEARNED_ROUTERS, "uniform"):
         found.append(
             f"placement={config.placement!r} has no centres, so router={config.router!r} cannot serve it: "
-            "set router='linear' or 'sigmoid' (learned), or 'uniform' (the control)."
+            "set router='linear' or 'sigmoid' (learned), 'lime', or 'uniform' (the control)."
         )
     if mixture and is_int(config.top_k) and config.top_k > min(counts) and config.router != "uniform":  # type: ignore[operator]
         found.append(
             f"top_k={config.top_k} exceeds the {min(counts)} experts of some block (experts={config.experts!r}): "
             f"use top_k={min(counts)} or fewer, or more experts there."
+        )
+    if config.router == "lime" and (config.adapter, config.placement) != ("lime", "projection"):
+        found.append(
+            f"router='lime' reads the outputs of adapter='lime' with placement='projection', not of "
+            f"adapter={config.adapter!r} with placement={config.placement!r}: use methods.build('lime')."
         )
     if config.placement == "ffn" and config.router == "sigmoid":
         found.append(

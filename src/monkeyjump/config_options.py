@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from monkeyjump.config_rules import choice, flag, integer, is_number, positive, setting, value_problems, weight
+from monkeyjump.config_rules import (
+    choice,
+    flag,
+    fraction,
+    integer,
+    is_number,
+    positive,
+    setting,
+    value_problems,
+    weight,
+)
 from monkeyjump.registry import ADAPTERS, did_you_mean
 
 if TYPE_CHECKING:
@@ -74,7 +84,9 @@ class LearnedOptions(MethodOptions):
         *("gaussian", "logit_mul", "input_mul"),
     )
     aux_loss_weight: float = weight("router='linear': weight of the load-balance loss.", 0.0, OFF)
-    lb_norm: str = choice("Balance loss of an even load: switch, 1; mixtral, top_k.", "switch", "mixtral")
+    lb_norm: str = choice(
+        "Balance loss of an even load: switch, 1; mixtral, top_k; squared (LiME), 0.", "switch", "mixtral", "squared"
+    )
     lb_reduce: str = choice(
         "Over routers: mean or sum of their losses, or global: one loss on the load of all.", "mean", "sum", "global"
     )
@@ -82,9 +94,9 @@ class LearnedOptions(MethodOptions):
     def problems(self, config: MonkeyJumpConfig) -> list[str]:
         found = []
         balance, scope = f"aux_loss_weight={self.aux_loss_weight}", config.projection.router_scope
-        if self.aux_loss_weight and config.router != "linear":
+        if self.aux_loss_weight and config.router not in ("linear", "lime"):
             found.append(f"{balance} balances router='linear', not router={config.router!r}: set that, or drop it.")
-        elif self.aux_loss_weight and config.top_k is None:
+        elif self.aux_loss_weight and config.top_k is None and config.router != "lime":
             found.append(f"{balance} has nothing to balance with top_k=None, all experts: give a top_k, or drop it.")
         if self.lb_reduce == "global" and isinstance(config.experts, list) and len(set(config.experts)) > 1:
             found.append(
@@ -114,6 +126,16 @@ class SigmoidOptions(MethodOptions):
         "none (as published, the threshold never learns), ste (straight-through), subtract (gate minus threshold).",
         *("none", "ste", "subtract"),
     )
+
+
+@dataclass(frozen=True)
+class LimeOptions(MethodOptions):
+    needs = "router='lime'"
+    serves = staticmethod(lambda config: config.router == "lime")
+
+    gamma: float = fraction("Weight of the delta against the frozen output.", 0.7, "LiME's authors use 0.7")
+    theta: float = fraction("top_k=None keeps experts with this share of the largest one.", 0.5, "they use 0.5")
+    softness: float = positive("Temperature of the sigmoid around that bar.", 0.5, "they use 0.5")
 
 
 @dataclass(frozen=True)
@@ -167,6 +189,7 @@ class OptionKinds:
     projection: ProjectionOptions
     learned: LearnedOptions
     sigmoid: SigmoidOptions
+    lime: LimeOptions
     moa: MoaOptions
     more: MoreOptions
 

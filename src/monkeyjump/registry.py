@@ -74,6 +74,6 @@ ADAPTERS: Registry[Any] = Registry(
     "adapter",
     homes={
         name: f"monkeyjump.adapters.{name}"
-        for name in ("lora", "lora_fa", "adalora", "propulsion", "dora", "vera", "ia3", "flylora")
+        for name in ("lora", "lora_fa", "adalora", "propulsion", "dora", "vera", "ia3", "flylora", "lime")
     },
 )

@@ -45,6 +45,7 @@ ADDED: list[dict[str, Any]] = [
     {"method_options": None},  # from here on options are no fields any more
     {"balance_kinds": True},
     {"expert_unit": "adapter"},
+    {"gamma": 0.7, "theta": 0.5, "softness": 0.5},
 ]
 MIXTURES = ["moelora", "mixlora", "hydralora", "mola", "more", "moa", "moe_lora_fa", "moe_adalora", "moe_propulsion"]
 # how many of these sets each method knew when it came

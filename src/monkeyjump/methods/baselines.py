@@ -160,5 +160,18 @@ def more(protocol: str) -> dict[str, Any]:
     return {**settings, "target_modules": list(ATTENTION), "r": 8, "alpha": 32.0, "dropout": 0.1}
 
 
-for _method in (moelora, hydralora, mola, moa, moe_lora_fa, moe_adalora, moe_propulsion, mixlora, more):
+def lime(protocol: str) -> dict[str, Any]:
+    """LiME (arXiv 2604.02338): one LoRA per projection, modulated by four vectors that its own outputs choose among.
+
+    Published, from the authors' scripts: rank 2, temperature 0.5, gamma 0.7, jitter 0.1, weights by auto top-k, balance
+    losses of 0.1 and 0.01. Not matched: the authors scale logits by the largest output of the whole batch, here it is
+    the token's own; their rates differ for A, B (4e-4) and the vectors (1e-3), here all have the recipe's. `mj_paper`
+    has the paper's targets, rank, alpha and dropout.
+    """
+    how = {"adapter": "lime", "placement": "projection", "router": "lime", "experts": 4, "top_k": None}
+    noise = {"temperature": 0.5, "jitter": 0.1, "noise": "logit_mul"}
+    return {**how, **noise, "aux_loss_weight": 0.1, "lb_norm": "squared", "target_modules": list(PAPER_TARGETS)}
+
+
+for _method in (lime, moelora, hydralora, mola, moa, moe_lora_fa, moe_adalora, moe_propulsion, mixlora, more):
     METHODS.add(_method.__name__, _method)

@@ -29,7 +29,7 @@ COMPARED = (
     *("moelora", "mixlora", "hydralora", "mola", "more", "moa", "moe_lora_fa", "moe_adalora", "moe_propulsion"),
     *("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
 )
-PEERS = ("flylora",)  # parameter-free routing that came after the paper; not in its table
+PEERS = ("lime", "flylora")  # parameter-free routing that came after the paper; not in its table
 CONTROLS = ("mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle")
 
 

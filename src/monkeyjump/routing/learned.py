@@ -72,10 +72,10 @@ class LearnedRouter(Fp32Module):
         config, noise = self.config, self._noise()
         with torch.autocast(x.device.type, enabled=False):
             if noise == "input_mul":  # x becomes a copy, since the experts get the input as it is
-                x = x * _around_one(x, config.jitter)
+                x = x * around_one(x, config.jitter)
             logits = self.logits(x) if logits is None else logits
             if noise == "logit_mul":
-                logits = logits * _around_one(logits, config.jitter)
+                logits = logits * around_one(logits, config.jitter)
             elif noise == "gaussian":
                 logits = logits + config.jitter * torch.randn_like(logits)
             return self.decide(x, logits)
@@ -119,8 +119,9 @@ def decide_together(routers: Sequence[LearnedRouter], x: Tensor) -> LearnedDecis
 
     Each step is then one kernel for all of them, forward and backward.
     """
-    alike = len({router.weight.shape for router in routers}) == 1
-    if len(routers) == 1 or not alike or not all(router.one_product() for router in routers):
+    if len(routers) == 1 or not all(router.one_product() for router in routers):
+        return None
+    if len({router.weight.shape for router in routers}) > 1:
         return None
     with torch.autocast(x.device.type, enabled=False):
         logits = router_logits(x, [router.weight for router in routers])
@@ -158,12 +159,19 @@ def load_and_probability(decision: LearnedDecision, mask: Tensor | None) -> tupl
 
 
 def balance_loss(load: Tensor, probability: Tensor, top_k: int, norm: str) -> Tensor:
-    """N * sum_n f_n P_n. An even load gives 1 (switch), or top_k where f counts every slot by itself (mixtral)."""
+    """N * sum_n f_n P_n. An even load gives 1 (switch), or top_k where f counts every slot by itself (mixtral).
+
+    squared (LiME): N * sum_n P_n^2 - 1, and a tenth of the divergence of P from even shares; 0 for an even load.
+    """
+    if norm == "squared":
+        p = probability / probability.sum(-1, keepdim=True)
+        uneven = p.shape[-1] * p.square().sum(-1) - 1
+        return uneven + 0.1 * (p * (p * p.shape[-1]).clamp_min(1e-12).log()).sum(-1)
     loss = load.shape[-1] * (load * probability).sum(-1)
     return loss * top_k if norm == "mixtral" else loss
 
 
-def _around_one(like: Tensor, width: float) -> Tensor:
+def around_one(like: Tensor, width: float) -> Tensor:
     return torch.empty_like(like).uniform_(1 - width, 1 + width)
 
 

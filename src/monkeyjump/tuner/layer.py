@@ -16,6 +16,7 @@ from monkeyjump.adapters.mixture import mixture_of
 from monkeyjump.adapters.moa import AttentionPrompt, ParallelBottleneck
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.routing.learned import LearnedRouter
+from monkeyjump.routing.lime import LimeRouter
 from monkeyjump.routing.more_ranks import RankSelector
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
@@ -115,7 +116,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         """Add an adapter; `role` is None for one that is always on."""
         self.context.shared_inputs.leave(adapter_name, self)
         self.monkeyjump_adapter[adapter_name] = _new_adapter(config, role, FrozenLinear(self))
-        router = _new_router(config, role, self.in_features)
+        router = _new_router(config, role, self, adapter_name)
         if router is not None:
             self.monkeyjump_router[adapter_name] = router
         if role is not None:
@@ -278,12 +279,17 @@ def _new_adapter(config: MonkeyJumpConfig, role: Role | None, linear: BaseLinear
     return ADAPTERS.get(config.adapter).for_linear(linear, config)
 
 
-def _new_router(config: MonkeyJumpConfig, role: Role | None, in_features: int) -> nn.Module | None:
+def _new_router(
+    config: MonkeyJumpConfig, role: Role | None, layer: MonkeyJumpLayer, adapter_name: str
+) -> nn.Module | None:
     """The learned router that hangs on a projection: its own, or on the first projection that of the whole block."""
+    in_features = layer.in_features
     if role is not None and config.placement == "nested":
         return RankSelector(config.more.tasks, config.more.task_width or in_features, config.r, config.more.rank_scale)
     if role is None or not config.learns_router:
         return None
+    if config.router == "lime":
+        return LimeRouter(FrozenLinear(layer), layer.monkeyjump_adapter[adapter_name], config)  # type: ignore[arg-type]
     if config.placement == "projection" and config.projection.router_scope == "projection":
         return LearnedRouter(in_features, role.experts, config)
     return LearnedRouter(role.width, role.experts, config) if role.first else None

@@ -1,0 +1,56 @@
+"""LiME: one LoRA per projection, whose delta E vectors modulate (arXiv 2604.02338).
+
+    y = W x + delta * (sum_e w_e v_e + g s),   delta = (alpha / r) B A x
+
+The weights w come from the outputs themselves (`routing/lime.py`), so that no parameter decides. Every v starts around
+1, and the shared vector s counts nothing at first (g is 0).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from monkeyjump.adapters.base import BaseLinear, Gate, register
+from monkeyjump.adapters.lora import LoraAdapter
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.ops import reference as ops
+from monkeyjump.ops.precision import fp32_parameter
+
+AROUND_ONE, SHARED_STD = 0.1, 0.1
+
+
+@register
+class LimeAdapter(LoraAdapter):
+    """Plain LoRA where nothing is routed (no experts)."""
+
+    name = "lime"
+
+    def __init__(self, in_features: int, out_features: int, config: MonkeyJumpConfig, experts: int = 0) -> None:
+        self.experts = experts
+        super().__init__(in_features, out_features, config)
+
+    @staticmethod
+    def mixture(linear: BaseLinear, config: MonkeyJumpConfig, experts: int) -> LimeAdapter:  # type: ignore[override]
+        return LimeAdapter(linear.in_features, linear.out_features, config, experts)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.experts and not hasattr(self, "v"):
+            self.v = fp32_parameter(self.experts, self.out_features)
+            self.shared, self.shared_gate = fp32_parameter(self.out_features), fp32_parameter(1)
+        if self.experts:
+            nn.init.uniform_(self.v, 1 - AROUND_ONE, 1 + AROUND_ONE)
+            nn.init.normal_(self.shared, std=SHARED_STD)
+            nn.init.zeros_(self.shared_gate)
+
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
+        delta = ops.project_up(self.down(x), self.B, self.scaling)
+        if not self.experts:
+            return delta if gate is None else delta * gate.to(delta.dtype)
+        weights = torch.full((self.experts,), 1 / self.experts, device=x.device) if gate is None else gate.float()
+        return delta * (weights @ self.v + self.shared_gate * self.shared).to(delta.dtype)
+
+    def first_outputs(self, x: Tensor) -> Tensor:
+        """The first E channels of delta for x [..., D], in fp32 and without dropout."""
+        return (x.float() @ self.A.T) @ self.B[: self.experts].T * self.scaling
