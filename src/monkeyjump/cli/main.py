@@ -14,6 +14,7 @@ VERBS = {
     "train": "train an adapter from a recipe",
     "evaluate": "score an adapter on tasks, with the base model beside it",
     "compare": "train several methods over several seeds and print the table",
+    "inspect": "draw what an adapter routes where, or two beside each other",
     "bench": "measure speed and memory",
     "tasks": "list the tasks and the state of their data",
     "methods": "list the methods and what they cost on a model",

@@ -1,0 +1,151 @@
+"""`inspect`: what an adapter routes, as a folder of figures, numbers and one page; two adapters stand side by side."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from monkeyjump.analysis.collect import collect, not_routed, require_routing
+from monkeyjump.analysis.document import document, section
+from monkeyjump.analysis.plots import draw_usage
+from monkeyjump.analysis.rows import Rows, routes, rows_of_tasks, rows_of_user
+from monkeyjump.analysis.sample import Collection
+from monkeyjump.analysis.style import Drawing
+from monkeyjump.evaluation.load import TASK_IDS, load_adapter
+from monkeyjump.record import write_atomic
+from monkeyjump.tables import Table
+from monkeyjump.tasks import Task
+from monkeyjump.tasks.encode import Encoder
+from monkeyjump.training.data import encoding
+from monkeyjump.training.recipe import Recipe
+from monkeyjump.training.shared import dtype_of
+
+SAMPLE = 2_000  # tokens whose states are kept
+PROBED = (3, 120)  # blocks, and rows of each task, that probes look at
+
+
+@dataclass
+class InspectSettings:
+    """What is looked at; where a field is None, what the adapter's recipe says."""
+
+    tasks: Sequence[Task] = ()
+    text: str | None = None
+    image: str | None = None
+    data: str | None = None
+    rows: int = 32
+    base: str | None = None
+    split: str = "test"
+
+
+@dataclass
+class Inspected:
+    """One adapter with what was seen of it."""
+
+    name: str
+    path: Path
+    model: Any
+    tokenizer: Any
+    recipe: Recipe | None
+    rows: dict[str, Rows]
+    collection: Collection
+
+
+def inspect(
+    adapters: Sequence[tuple[Path, Recipe | None]], settings: InspectSettings, folder: Path
+) -> tuple[Path, list[Table]]:
+    """Write the report on one adapter or two into a folder. Returns the page and the tables for a terminal."""
+    names = [path.name for path, _ in adapters]
+    if len(set(names)) < len(names):
+        names = [str(path) for path, _ in adapters]
+    drawn: list[list[Drawing]] = []
+    tables = []
+    for name, (path, recipe) in zip(names, adapters, strict=True):
+        seen = look(name, path, recipe, settings)
+        place = folder if len(adapters) == 1 else folder / f"adapter-{len(drawn) + 1}"
+        drawings = []
+        for step in _steps(seen):
+            for drawing in step():
+                drawing.save(place)
+                drawings.append(drawing)
+        drawn.append(drawings)
+        tables.append(summary(seen))
+        del seen
+        gc.collect()
+    page = write_atomic(folder / "report.html", report(names, drawn, tables))
+    return page, tables
+
+
+def look(name: str, path: Path, recipe: Recipe | None, settings: InspectSettings) -> Inspected:
+    """Load an adapter and run the rows through it."""
+    device = "cuda" if torch.cuda.is_available() else None
+    dtype = None if recipe is None else dtype_of(recipe)
+    model, tokenizer = load_adapter(path, base=settings.base, dtype=dtype, device=device)
+    if not routes(model):
+        raise not_routed(str(path))
+    rows = _rows(model, tokenizer, recipe, settings)
+    with tqdm(total=sum(map(len, rows.values())), desc=f"reading rows with {name}", unit="row") as bar:
+        collection = collect(model, rows, sample=SAMPLE, probed=PROBED, progress=bar.update)
+    require_routing(collection, str(path))
+    return Inspected(name, path, model, tokenizer, recipe, rows, collection)
+
+
+def _rows(model: Any, tokenizer: Any, recipe: Recipe | None, settings: InspectSettings) -> dict[str, Rows]:
+    known = getattr(model, TASK_IDS, None) or {task.name: place for place, task in enumerate(settings.tasks)}
+    encoder = Encoder(tokenizer, known, **(encoding(recipe) if recipe else {}))
+    if settings.text or settings.image:
+        return rows_of_user(encoder, settings.text, settings.image, settings.rows)
+    seed = recipe.seed if recipe else 0
+    return rows_of_tasks(encoder, settings.tasks, settings.rows, settings.data, seed, settings.split)
+
+
+def _steps(seen: Inspected) -> list[Callable[[], list[Drawing]]]:
+    """The figures, each made when its turn comes."""
+    return [lambda: [draw_usage(seen.collection.usage, f"Where tokens jump ({seen.name})")]]
+
+
+def summary(seen: Inspected) -> Table:
+    """A table that fits 80 columns: what each task does to the routing."""
+    usage, rows = seen.collection.usage, []
+    for task, deviations in zip(usage.tasks, usage.deviations, strict=True):
+        block, expert = np.unravel_index(np.nanargmax(np.abs(deviations)), deviations.shape)
+        entropy = np.mean(list(usage.gate_entropy[task].values()))
+        where = f"{usage.experts[expert]} in {usage.blocks[block]}"
+        deviation = f"{deviations[block, expert]:+.1f}"
+        rows.append([task, str(len(seen.rows[task])), f"{entropy:.2f}", deviation, where])
+    tokens, dead = f"{seen.collection.tokens:,} tokens", f"{usage.dead} dead experts"
+    title = f"{seen.name}: {tokens}, mean gate {usage.mean_gate:.3f}, {dead}"
+    return Table(title, ["task", "rows", "gate bits", "points", "largest deviation"], rows)
+
+
+def report(names: Sequence[str], drawn: Sequence[Sequence[Drawing]], tables: Sequence[Table]) -> str:
+    """The page. A recorded view of single texts has its place right after the table."""
+    parts = [f"<h1>Routing of {escape(' and '.join(names))}</h1>"]
+    parts += [_html_table(table) for table in tables]
+    titles = list(dict.fromkeys(drawing.name for drawings in drawn for drawing in drawings))
+    for title in titles:
+        found = [
+            (drawing, name)
+            for drawings, name in zip(drawn, names, strict=True)
+            for drawing in drawings
+            if drawing.name == title
+        ]
+        parts.append(section([drawing for drawing, _ in found], [name for _, name in found]))
+    return document(f"Routing of {' and '.join(names)}", "\n".join(parts))
+
+
+def _html_table(table: Table) -> str:
+    lines = "".join(
+        "<tr>"
+        + "".join(f'<td class="{"l" if i < table.left else ""}">{escape(cell)}</td>' for i, cell in enumerate(row))
+        for row in table.rows
+    )
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
+    return f"<p>{escape(table.title)}</p><table><tr>{head}</tr>{lines}</table>"
