@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,10 +15,22 @@ from tqdm.auto import tqdm
 
 from monkeyjump.analysis.collect import collect, not_routed, require_routing
 from monkeyjump.analysis.document import document, section
-from monkeyjump.analysis.plots import draw_usage
+from monkeyjump.analysis.initial import before_training, centers_of, checkpoint_centers, has_centers
+from monkeyjump.analysis.permute import can_permute, draw_permutation
+from monkeyjump.analysis.plots import (
+    draw_before_after,
+    draw_comparison,
+    draw_drift,
+    draw_health,
+    draw_similarity,
+    draw_usage,
+)
+from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, routes, rows_of_tasks, rows_of_user
 from monkeyjump.analysis.sample import Collection
 from monkeyjump.analysis.style import Drawing
+from monkeyjump.analysis.theory import check_ranks, draw_theory, groups
+from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_states
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.record import write_atomic
 from monkeyjump.tables import Table
@@ -66,19 +78,23 @@ def inspect(
     if len(set(names)) < len(names):
         names = [str(path) for path, _ in adapters]
     drawn: list[list[Drawing]] = []
-    tables = []
+    tables, usages = [], []
     for name, (path, recipe) in zip(names, adapters, strict=True):
         seen = look(name, path, recipe, settings)
         place = folder if len(adapters) == 1 else folder / f"adapter-{len(drawn) + 1}"
         drawings = []
-        for step in _steps(seen):
-            for drawing in step():
-                drawing.save(place)
-                drawings.append(drawing)
+        for drawing in figures(seen):
+            drawing.save(place)
+            drawings.append(drawing)
         drawn.append(drawings)
+        usages.append(seen.collection.usage)
         tables.append(summary(seen))
         del seen
         gc.collect()
+    if len(usages) == 2 and usages[0].blocks == usages[1].blocks and usages[0].experts == usages[1].experts:
+        together = draw_comparison(usages, names)
+        together.save(folder)
+        drawn[0].insert(0, together)
     page = write_atomic(folder / "report.html", report(names, drawn, tables))
     return page, tables
 
@@ -106,9 +122,30 @@ def _rows(model: Any, tokenizer: Any, recipe: Recipe | None, settings: InspectSe
     return rows_of_tasks(encoder, settings.tasks, settings.rows, settings.data, seed, settings.split)
 
 
-def _steps(seen: Inspected) -> list[Callable[[], list[Drawing]]]:
-    """The figures, each made when its turn comes."""
-    return [lambda: [draw_usage(seen.collection.usage, f"Where tokens jump ({seen.name})")]]
+def figures(seen: Inspected) -> Iterator[Drawing]:
+    """The figures that this adapter allows, each when its turn comes; the last ones take longest."""
+    collection, model = seen.collection, seen.model
+    usage = collection.usage
+    yield draw_usage(usage, f"Where tokens jump ({seen.name})")
+    yield draw_health(usage)
+    if len(usage.tasks) > 2:
+        yield draw_similarity(usage)
+    found = [(block, name, check_ranks(outputs, gates)) for block, name, outputs, gates in groups(model, collection)]
+    if found:
+        yield draw_theory(found)
+    probed = probe_all(collection)
+    if probed:
+        yield draw_probes(collection, probed)
+    yield draw_states(collection, model)
+    if has_centers(model):
+        with before_training(model, seen.tokenizer, seen.recipe, seen.rows) as words:
+            first, by_block = centers_of(model), centers_by_block(model)
+            before = collect(model, seen.rows).usage
+        yield draw_before_after(before, usage, words)
+        yield draw_drift(first, centers_of(model), checkpoint_centers(seen.path), words)
+        yield draw_centers(collection, model, by_block, words)
+    if can_permute(model) and any(seen.rows[task].answered for task in usage.tasks):
+        yield draw_permutation(model, seen.rows)
 
 
 def summary(seen: Inspected) -> Table:

@@ -45,6 +45,11 @@ class Rows:
             yield self.collate(order[start:end])
             start = end
 
+    @property
+    def answered(self) -> bool:
+        """Whether some row has more than its prompt and the end token."""
+        return any(len(each) > each.prompt_length + 1 for each in self.sequences)
+
     def first(self, count: int) -> Rows:
         return Rows(self.sequences[:count], self.collate)
 

@@ -6,6 +6,7 @@ A figure is drawn without pyplot's global state, so that drawing leaves nothing 
 from __future__ import annotations
 
 import base64
+import importlib.util
 import io
 import json
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from monkeyjump.tables import csv_text
 
 # Okabe and Ito's colours, the darkest ones first; the yellow is left out because it is invisible on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-MARKERS = "osD^vP*X"
 SEQUENTIAL, DIVERGING = "viridis", "PuOr"
 GREY = "#8a8a8a"
 PANEL_LIMIT = 8  # panels side by side; more go into further rows
@@ -128,3 +128,9 @@ def expert_colors(experts: Sequence[str]) -> dict[str, str]:
 def _short(name: str) -> str:
     name = name.removesuffix("_proj").removeprefix("expert ")
     return name if len(name) <= 24 else f"{name[:23]}…"
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Say which extra brings a package that is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f'{what} needs {module}: pip install "monkeyjump[{extra}]".', title="missing package")
