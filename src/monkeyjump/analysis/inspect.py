@@ -28,7 +28,7 @@ from monkeyjump.analysis.plots import (
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, routes, rows_of_tasks, rows_of_user
 from monkeyjump.analysis.sample import Collection
-from monkeyjump.analysis.style import Drawing
+from monkeyjump.analysis.style import Drawing, need
 from monkeyjump.analysis.theory import check_ranks, draw_theory, groups
 from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_states
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
@@ -74,6 +74,8 @@ def inspect(
     adapters: Sequence[tuple[Path, Recipe | None]], settings: InspectSettings, folder: Path
 ) -> tuple[Path, list[Table]]:
     """Write the report on one adapter or two into a folder. Returns the page and the tables for a terminal."""
+    need("matplotlib", "cli", "figures")
+    need("sklearn", "analysis", "t-SNE, probes and clusterings")
     names = [path.name for path, _ in adapters]
     if len(set(names)) < len(names):
         names = [str(path) for path, _ in adapters]

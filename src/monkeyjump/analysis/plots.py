@@ -13,11 +13,11 @@ from monkeyjump.analysis.style import (
     GREY,
     Drawing,
     color_bar,
+    few_ticks,
     grid,
     heatmap,
     label,
     name_ticks,
-    need,
     new_figure,
 )
 from monkeyjump.analysis.usage import ExpertUsage
@@ -53,7 +53,7 @@ def draw_usage(usage: ExpertUsage, title: str = "Where tokens jump") -> Drawing:
     if several:
         findings.append(f"largest deviation of a task from the mean: {largest:.1f} points")
     title = "\n".join([title, *findings])
-    height = max(2.6, 0.13 * len(usage.blocks) + 1.0)
+    height = min(9.0, max(2.6, 0.13 * len(usage.blocks) + 1.0))
     figure, axes = grid(len(first) + len(shown) + several, 1.75, height, title)
     brightest = max(0.5, *(float(np.nanmax(values)) for values in (shares, *kinds.values())))
     for axis, (name, values) in zip(axes, first.items(), strict=False):
@@ -105,12 +105,12 @@ def _bits(axis: Any, usage: ExpertUsage) -> None:
     axis.barh(places, usage.bits, color=COLORS[0], height=0.8)
     if usage.information:
         noise = [usage.information[block].noise for block in usage.blocks]
-        axis.plot(noise, places, color=COLORS[1], linewidth=1, label="chance, 95 %")
-        axis.legend(fontsize=6, frameon=False, loc="upper right")
+        axis.plot(noise, places, color=COLORS[1], linewidth=1)
     axis.set_ylim(len(usage.blocks) - 0.5, -0.5)
-    axis.set_xlim(min(0.0, *usage.bits), max(0.01, 1.45 * max(usage.bits)))
+    axis.set_xlim(min(0.0, *usage.bits), max(0.01, 1.1 * max(usage.bits)))
     name_ticks(axis, "y", usage.blocks)
-    label(axis, "task information", "bits")
+    few_ticks(axis, "x")
+    label(axis, "task information", "bits (line: chance)")
 
 
 def _bits_in_words(usage: ExpertUsage) -> str:
@@ -163,7 +163,6 @@ def draw_before_after(before: ExpertUsage, after: ExpertUsage, words: str) -> Dr
 
 def draw_similarity(usage: ExpertUsage) -> Drawing:
     """Tasks against tasks by what distinguishes their routing, in the order of a clustering."""
-    need("scipy", "analysis", "clustering")
     from scipy.cluster.hierarchy import dendrogram, linkage
 
     profiles = usage.deviations.reshape(len(usage.tasks), -1)
@@ -213,6 +212,7 @@ def draw_health(usage: ExpertUsage) -> Drawing:
         axis.set_ylim(0, 1.1 * most)
         label(axis, title, "block", y)
         name_ticks(axis, "x", blocks, most=10)
+    few_ticks(axes[2], "y", whole=True)
     return Drawing(
         "health",
         "Health of the routing",
@@ -238,7 +238,7 @@ def draw_drift(first: Centers, last: Centers, checkpoints: Mapping[int, Centers]
     figure, axes = grid(1 + bool(steps), 4.2, 3.0, "Drift of the centres from where they began")
     for place, (expert, values) in enumerate(series.items()):
         axes[0].plot(values, "osD^vPX"[place % 7], ms=4, color=COLORS[place % len(COLORS)], label=expert)
-    label(axes[0], "from start to end", "block", "cosine", legend=True)
+    label(axes[0], "from start to end", "routed blocks, in order", "cosine", legend=True)
     if steps:
         drawn = [(0, [1.0]), *steps.items()]
         low, mean, high = ([float(how(values)) for _, values in drawn] for how in (np.min, np.mean, np.max))
@@ -267,7 +267,7 @@ def draw_comparison(usages: Sequence[ExpertUsage], names: Sequence[str]) -> Draw
     """Two adapters: the mean shares of both, their difference and the task information of both."""
     one, two = (usage.shares.mean(0) for usage in usages)
     blocks, experts = usages[0].blocks, usages[0].experts
-    height = max(2.8, 0.13 * len(blocks) + 1.2)
+    height = min(9.0, max(2.8, 0.13 * len(blocks) + 1.2))
     figure, axes = grid(4, 2.3, height, "Two adapters, mean over tasks")
     for axis, values, name in zip(axes, (one, two), names, strict=False):
         image = heatmap(axis, values, blocks, experts, (0, max(0.5, float(np.nanmax([one, two])))))
@@ -280,6 +280,7 @@ def draw_comparison(usages: Sequence[ExpertUsage], names: Sequence[str]) -> Draw
     for place, (usage, name) in enumerate(zip(usages, names, strict=True)):
         axes[3].plot(usage.bits, range(len(blocks)), "os"[place] + "-", ms=3, lw=1, color=COLORS[place], label=name)
     axes[3].set_ylim(len(blocks) - 0.5, -0.5)
+    few_ticks(axes[3], "x")
     label(axes[3], "task information", "bits", legend=True)
     name_ticks(axes[3], "y", blocks)
     return Drawing(

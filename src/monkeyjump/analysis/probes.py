@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from monkeyjump.analysis.style import COLORS, GREY, Drawing, grid, label, name_ticks, need
+from monkeyjump.analysis.style import COLORS, GREY, Drawing, grid, label, name_ticks
 
 if TYPE_CHECKING:
     from monkeyjump.analysis.sample import Collection
@@ -48,7 +48,6 @@ def probe(states: Tensor, classes: Tensor, seed: int = 0) -> tuple[float, float]
 
     The classifier is ridge regression on standardised features; its penalty is chosen on the training folds alone.
     """
-    need("sklearn", "analysis", "a probe")
     from sklearn.linear_model import RidgeClassifierCV
     from sklearn.model_selection import StratifiedKFold, cross_val_score
     from sklearn.pipeline import make_pipeline
@@ -84,7 +83,7 @@ def draw_probes(collection: Collection, rows: list[list[Any]]) -> Drawing:
         errors = [row[3] for row in own]
         axis.bar(range(len(own)), [row[2] for row in own], yerr=errors, color=colors, error_kw={"linewidth": 1})
         axis.axhline(chance, color=GREY, linestyle="--", linewidth=1, label="most frequent task")
-        axis.set_ylim(0, 1.05)
+        axis.set_ylim(0, 1.25)
         label(axis, f"block {block}", y="held-out accuracy", legend=True)
         name_ticks(axis, "x", [row[1] for row in own])
     return Drawing(

@@ -58,13 +58,17 @@ class Drawing:
         return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
+def need(module: str, extra: str, what: str) -> None:
+    """Say which extra brings a package that is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f'{what} need {module}: pip install "monkeyjump[{extra}]".', title="missing package")
+
+
 def new_figure(width: float, height: float, title: str = "") -> Any:
     """An empty figure in inches, whose parts are placed so that no label is cut off."""
-    try:
-        import matplotlib  # noqa: F401  (the first to be missed)
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError('pictures need matplotlib: pip install "monkeyjump[cli]".', title="missing package") from None
+    need("matplotlib", "cli", "pictures")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     if title:
         figure.suptitle(title, fontsize=11, parse_math=False)  # a name may hold dollar signs
@@ -105,6 +109,13 @@ def name_ticks(axis: Any, which: str, names: Sequence[str], most: int = 12) -> N
             text.set_parse_math(False)
 
 
+def few_ticks(axis: Any, which: str, whole: bool = False) -> None:
+    """Four numbers at most, so that long ones do not run into each other."""
+    from matplotlib.ticker import MaxNLocator
+
+    getattr(axis, f"{which}axis").set_major_locator(MaxNLocator(3, integer=whole))
+
+
 def heatmap(axis: Any, values: Any, rows: Sequence[str], columns: Sequence[str], limits: tuple[float, float]) -> Any:
     """Values [rows, columns] as colours; limits around zero are shown as deviations."""
     colors = DIVERGING if limits[0] < 0 else SEQUENTIAL
@@ -128,9 +139,3 @@ def expert_colors(experts: Sequence[str]) -> dict[str, str]:
 def _short(name: str) -> str:
     name = name.removesuffix("_proj").removeprefix("expert ")
     return name if len(name) <= 24 else f"{name[:23]}…"
-
-
-def need(module: str, extra: str, what: str) -> None:
-    """Say which extra brings a package that is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f'{what} needs {module}: pip install "monkeyjump[{extra}]".', title="missing package")

@@ -84,15 +84,16 @@ def groups(model: nn.Module, collection: Collection) -> Iterator[tuple[str, str,
     for router, name in active_routers(model):
         if router.key not in sample.states:
             continue
-        x = F.normalize(sample.states[router.key][:: max(1, len(sample.tasks) // TOKENS)].float(), dim=-1)
         step, layers = max(1, len(sample.tasks) // TOKENS), router.layers[name]
+        x = F.normalize(sample.states[router.key][::step].float(), dim=-1)
         reading = [(place, layer) for place, layer in enumerate(layers) if layer.in_features == x.shape[1]]
         if router.configs[name].placement != "block":
             for place, layer in reading:
                 expert = router.names[name][place]
                 gates = sample.gates.get(f"{router.key}.{expert}", sample.gates.get(router.key))
-                if gates is not None:
-                    yield router.key, expert, _outputs(layer, name, x), gates[::step]
+                outputs = _outputs(layer, name, x)
+                if gates is not None and gates.shape[1] == len(outputs):  # ranks of one adapter are no experts
+                    yield router.key, expert, outputs, gates[::step]
         elif router.key in sample.gates:
             reading.sort(key=lambda each: each[1].out_features)
             for _, alike in groupby(reading, key=lambda each: each[1].out_features):

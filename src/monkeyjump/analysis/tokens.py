@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from monkeyjump.analysis.initial import active_routers
 from monkeyjump.analysis.sample import Collection, spread
-from monkeyjump.analysis.style import Drawing, expert_colors, grid, label, need
+from monkeyjump.analysis.style import Drawing, expert_colors, grid, label
 from monkeyjump.ops import reference as ops
 from monkeyjump.routing.granularity import KINDS
 
@@ -20,7 +20,6 @@ MANY_POINTS = 1_500  # tokens of a panel among few
 
 def embed(states: Tensor, seed: int = 0) -> np.ndarray:
     """Two coordinates for each state [N, D] by t-SNE on directions, after the 50 largest principal components."""
-    need("sklearn", "analysis", "t-SNE")
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
@@ -36,24 +35,22 @@ def draw_states(collection: Collection, model: nn.Module) -> Drawing:
     blocks = [block for block in sample.states if block in collection.block_of.values()]
     blocks = [block for block in blocks if collection.router_of(block) in sample.gates]
     chosen = _subset(len(sample.tasks), POINTS if len(blocks) > 4 else MANY_POINTS)
+    size = 1.6 if len(blocks) > 4 else 2.8
     experts = list(dict.fromkeys(name for b in blocks for name in collection.experts_of(collection.router_of(b))))
     colors = expert_colors(experts)
-    figure, axes = grid(len(blocks), 1.6, 1.6, "Token states at the entrance of each block, by expert", most=8)
+    figure, axes = grid(len(blocks), size, size, "Token states at the entrance of each block, by expert")
     rows: list[list[Any]] = []
     about_tokens = torch.stack([sample.tasks, sample.kinds, sample.positions, sample.token_ids], 1)[chosen]
     described = [[collection.tasks[task], KINDS[kind], *rest] for task, kind, *rest in about_tokens.tolist()]
     for axis, block in zip(axes, blocks, strict=True):
         router = collection.router_of(block)
         names, places = collection.experts_of(router), sample.gates[router][chosen].argmax(1)
-        own = centers.get(block, torch.zeros(0, sample.states[block].shape[1]))
         features = _features(model, block, sample.states[block][chosen])
-        points = embed(torch.cat([features, own]))
-        tokens, stars = points[: len(chosen)], points[len(chosen) :]
+        tokens = embed(features)
         for place, name in enumerate(names):
             mine = (places == place).numpy()
-            axis.scatter(*tokens[mine].T, s=2, color=colors[name], linewidths=0, label=name)
-        for place, star in enumerate(stars):
-            axis.scatter(*star, s=70, marker="*", color=colors[names[place]], edgecolors="black", linewidths=0.7)
+            axis.scatter(*tokens[mine].T, s=2 * size, color=colors[name], linewidths=0)
+        _stars(axis, tokens, features, centers.get(block), [colors[name] for name in names])
         label(axis, f"block {block}")
         axis.set_xticks([])
         axis.set_yticks([])
@@ -61,13 +58,13 @@ def draw_states(collection: Collection, model: nn.Module) -> Drawing:
             [block, *point, names[place], *about]
             for point, place, about in zip(tokens.tolist(), places.tolist(), described, strict=True)
         ]
-    _legend(figure, colors)
+    _legend(figure, colors, bool(centers))
     return Drawing(
         "states",
         "Token states and the experts they go to",
         "Each panel shows the same tokens as they enter one block, placed by t-SNE on their directions and coloured by "
-        "the expert with the largest gate; stars are the centres. t-SNE keeps neighbours together; distances between "
-        "groups and the sizes of groups mean nothing.",
+        "the expert with the largest gate; a star stands on the token that is nearest to a centre. t-SNE "
+        "keeps neighbours together; distances between groups and the sizes of groups mean nothing.",
         figure,
         ["block", "x", "y", "expert", "task", "kind", "position", "token id"],
         rows,
@@ -91,22 +88,21 @@ def draw_centers(collection: Collection, model: nn.Module, first: dict[str, Tens
         names = collection.experts_of(collection.router_of(block))
         colors = expert_colors(names)
         features = _features(model, block, sample.states[block][chosen])
-        points = embed(torch.cat([features, *(centers[block] for centers in sets.values())]))
+        points = embed(features)
         for place, (kind, centers) in enumerate(sets.items()):
             axis = axes[number * len(sets) + place]
             nearest = _nearest(features, centers[block])
             silhouette, spread_ = quality(features, nearest, len(names))
-            stars = points[len(chosen) + place * len(names) :][: len(names)]
             for expert, name in enumerate(names):
                 mine = (nearest == expert).numpy()
-                axis.scatter(*points[: len(chosen)][mine].T, s=3, color=colors[name], linewidths=0)
-                axis.scatter(*stars[expert], s=110, marker="*", color=colors[name], edgecolors="black")
+                axis.scatter(*points[mine].T, s=3, color=colors[name], linewidths=0)
+            _stars(axis, points, features, centers[block], [colors[name] for name in names])
             label(axis, f"block {block}, {kind}", f"silhouette {silhouette:.2f}, variance within {spread_:.0%}")
             axis.set_xticks([])
             axis.set_yticks([])
             shares = [float((nearest == expert).float().mean()) for expert in range(len(names))]
             rows.append([block, kind, silhouette, spread_, *shares])
-    _legend(figure, expert_colors(names))
+    _legend(figure, expert_colors(names), True)
     return Drawing(
         "centers",
         "Centres with and without k-means",
@@ -170,9 +166,21 @@ def _subset(total: int, most: int) -> Tensor:
     return torch.linspace(0, total - 1, min(total, most)).round().long()
 
 
-def _legend(figure: Any, colors: dict[str, str]) -> None:
+def _stars(axis: Any, points: np.ndarray, features: Tensor, centers: Tensor | None, colors: list[str]) -> None:
+    """A star on the token nearest to each centre: a centre itself has no neighbours that t-SNE could place it by."""
+    if centers is not None:
+        nearest = (centers @ features.T).argmax(1)
+        for token, color in zip(nearest.tolist(), colors, strict=False):
+            axis.scatter(*points[token], s=70, marker="*", color=color, edgecolors="black", linewidths=0.7, zorder=3)
+
+
+def _legend(figure: Any, colors: dict[str, str], centers: bool) -> None:
+    """The experts' colours below the panels, in as many columns as fit."""
     from matplotlib.lines import Line2D
 
-    names = [Line2D([], [], linestyle="", marker="o", color=color, label=name) for name, color in colors.items()]
-    names.append(Line2D([], [], linestyle="", marker="*", markersize=9, color="white", mec="black", label="centre"))
-    figure.legend(handles=names, loc="outside lower center", ncols=min(len(names), 8), fontsize=8, frameon=False)
+    handles = [Line2D([], [], linestyle="", marker="o", color=color, label=name) for name, color in colors.items()]
+    if centers:
+        star: dict[str, Any] = {"marker": "*", "markersize": 9, "color": "white", "mec": "black"}
+        handles.append(Line2D([], [], linestyle="", label="nearest to a centre", **star))
+    columns = max(1, int(figure.get_figwidth() / 1.7))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ def run(options: argparse.Namespace) -> int:
         )
         look_at(settings.tasks, settings.data, splits=[settings.split])
     folder = _folder(options, paths[0])
-    page, tables = inspect(list(zip(paths, recipes, strict=True)), settings, folder)
+    try:
+        page, tables = inspect(list(zip(paths, recipes, strict=True)), settings, folder)
+    except BaseException:
+        with suppress(OSError):  # a folder that holds something stays
+            folder.rmdir()
+        raise
     print()
     for table in tables:
         table.show()
