@@ -9,8 +9,8 @@ Shapes: B rows of a batch, T tokens, D hidden width, E experts of a router, K ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from monkeyjump.analysis.probes import pooled
 from monkeyjump.analysis.sample import Batch, Collection, Reservoir, Sample, spread
 from monkeyjump.analysis.usage import ExpertUsage, task_information
-from monkeyjump.errors import ConfigError
 from monkeyjump.routing.granularity import IGNORE, KINDS
 from monkeyjump.tuner.call import hidden_states
 from monkeyjump.tuner.centers.sample import forward_inputs
 from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.trace import ExpertLoad, RoutingTrace
+
+if TYPE_CHECKING:
+    from monkeyjump.analysis.rows import Rows
 
 SHUFFLES = 20  # random assignments of rows to tasks that say what chance would give
 
@@ -49,7 +51,7 @@ class _Sums:
         rows = values[..., : gates.shape[-1]].sum(1)  # [B, E]
         self.shuffled.index_add_(0, labels.flatten(), rows.repeat(SHUFFLES, 1))
 
-    def of(self, rows: slice) -> tuple[ExpertLoad, float, Tensor]:
+    def of(self, rows: slice) -> tuple[Any, Any, Any]:
         """The load and mean gate entropy of some groups together, and their jumps."""
         total, experts = self.table[rows].sum(0).cpu(), len(self.experts)
         jumps, gates, tokens = total[:experts], total[experts:-2], total[-2].clamp_min(1)
@@ -63,7 +65,7 @@ class Collector(RoutingTrace):
     def __init__(self, model: nn.Module, tasks: Sequence[str], sample: int, probed: tuple[int, int], seed: int) -> None:
         super().__init__()
         self.context = require_context(model)
-        self.tasks, self.seed = list(tasks), seed
+        self.tasks = list(tasks)
         self.quota = sample // max(1, len(tasks))
         self.probed_blocks, self.probed_rows = probed
         self.sums: dict[str, _Sums] = {}
@@ -111,6 +113,7 @@ class Collector(RoutingTrace):
         groups, labels = self.groups, self.labels
         if not own:
             groups = torch.full(gates.shape[:2], self.task * len(KINDS))
+            groups = groups if mask is None else groups.where(mask.cpu(), len(self.tasks) * len(KINDS))
             labels = labels[:, :1].expand(-1, gates.shape[0])
         self.sums[block].add(gates, groups.to(gates.device), labels.to(gates.device))
         if own and self.quota:
@@ -149,62 +152,44 @@ class Collector(RoutingTrace):
 
     def result(self) -> Collection:
         filled = (self.about[0] >= 0).nonzero().squeeze(1)
+        states, gates = ({key: rows[filled] for key, rows in kept.items()} for kept in (self.states, self.gates_kept))
         kinds, positions, ids = self.about[:, filled]
-        tasks = filled // max(1, self.quota)
-        states, gates = (
-            {key: values[filled] for key, values in kept.items()} for kept in (self.states, self.gates_kept)
-        )
+        sample = Sample(filled // max(1, self.quota), kinds, positions, ids, states, gates)
         probes = {block: {name: torch.cat(rows) for name, rows in kept.items()} for block, kept in self.probes.items()}
         owners = sorted(self.entrances, key=len, reverse=True)
-        block_of = {
-            key: next((block for block in owners if key == block or key.startswith(f"{block}.")), key)
-            for key in self.sums
-        }
-        sample = Sample(tasks, kinds, positions, ids, states, gates)
-        seen = [place for place, reservoir in enumerate(self.reservoirs) if reservoir.seen]
-        names = [self.tasks[place] for place in seen]
-        usage = self._usage(seen)
-        renumbered = {place: number for number, place in enumerate(seen)}
-        sample.tasks.apply_(lambda place: renumbered[place])
-        rows = torch.tensor([renumbered[place] for place in self.probe_tasks], dtype=torch.long)
-        return Collection(names, usage, sample, block_of, probes, rows, self.tokens)
+        block_of = {key: next((own for own in owners if f"{key}.".startswith(f"{own}.")), key) for key in self.sums}
+        probed = torch.tensor(self.probe_tasks, dtype=torch.long)
+        return Collection(self.tasks, self._usage(), sample, block_of, probes, probed, self.tokens)
 
-    def _usage(self, seen: list[int]) -> ExpertUsage:
-        size, names = len(KINDS), [self.tasks[place] for place in seen]
-        tables = {
-            place: {key: sums.of(slice(place * size, (place + 1) * size)) for key, sums in self.sums.items()}
-            for place in seen
+    def _usage(self) -> ExpertUsage:
+        size, several = len(KINDS), len(self.tasks) > 1
+        found = {
+            task: {key: sums.of(slice(place * size, (place + 1) * size)) for key, sums in self.sums.items()}
+            for place, task in enumerate(self.tasks)
         }
-        loads = {self.tasks[place]: {key: found[0] for key, found in table.items()} for place, table in tables.items()}
-        entropy = {
-            self.tasks[place]: {key: found[1] for key, found in table.items()} for place, table in tables.items()
+        loads, entropy = (
+            {task: {key: each[part] for key, each in table.items()} for task, table in found.items()} for part in (0, 1)
+        )
+        information = {
+            key: task_information(
+                torch.stack([table[key][2] for table in found.values()]).numpy(),
+                list(sums.shuffled.cpu().view(SHUFFLES, len(self.tasks), -1).numpy()),
+            )
+            for key, sums in (self.sums.items() if several else ())
         }
-        information = {}
-        for key, sums in self.sums.items() if len(names) > 1 else ():
-            counts = torch.stack([tables[place][key][2] for place in seen]).numpy()
-            shuffled = sums.shuffled.cpu().view(SHUFFLES, len(self.tasks), -1).numpy()
-            information[key] = task_information(counts, list(shuffled))
-        return ExpertUsage(loads, self._by_kind(), entropy, information)
-
-    def _by_kind(self) -> ExpertUsage | None:
-        """Loads by kind of token, where the model knows several; every task that has the kind counts the same."""
-        found: dict[str, dict[str, ExpertLoad]] = {}
-        for place, kind in enumerate(KINDS if self.context.kind_ids else ()):
-            for key, sums in self.sums.items():
-                rows = sums.table[place : -1 : len(KINDS)].cpu()
-                rows = rows[rows[:, -2] > 0]
-                if len(rows):
-                    jumps, gates = rows[:, : len(sums.experts)], rows[:, len(sums.experts) : -2] / rows[:, -2:-1]
-                    share = (jumps / jumps.sum(1, keepdim=True).clamp_min(1)).mean(0)
-                    load = ExpertLoad(sums.experts, share.tolist(), gates.mean(0).tolist())
-                    found.setdefault(kind, {})[key] = load
-        return ExpertUsage(found) if found else None
+        kinds = {
+            kind: {key: sums.of(slice(place, -1, size))[0] for key, sums in self.sums.items()}
+            for place, kind in enumerate(KINDS)
+            if any(sums.table[place:-1:size, -2].sum() > 0 for sums in self.sums.values())
+        }
+        known = ExpertUsage(kinds) if self.context.kind_ids else None
+        return ExpertUsage(loads, known, entropy, information)
 
 
 @torch.no_grad()
 def collect(
     model: nn.Module,
-    batches: Mapping[str, Iterable[Batch]],
+    batches: Mapping[str, Rows | Sequence[Batch]],
     *,
     sample: int = 0,
     probed: tuple[int, int] = (0, 0),
@@ -215,6 +200,7 @@ def collect(
 
     `sample` says how many tokens are kept, `probed` how many blocks, and rows of each task, probes will look at.
     """
+    batches = {task: some for task, some in batches.items() if len(some)}  # a task without a row went nowhere
     collector = Collector(model, list(batches), sample, probed, seed)
     context, was_training = collector.context, model.training
     device = next(model.parameters()).device
@@ -226,7 +212,8 @@ def collect(
             for batch in task_batches:
                 inputs = forward_inputs(context.base, batch, device)
                 # prompt_lengths say where prompts end; labels say it too, but they ask for the logits of all tokens
-                inputs.pop("logits_to_keep" if _needs_labels(context, inputs) else "labels", None)
+                known = "prompt_lengths" in inputs and not context.encoder_decoder
+                inputs.pop("labels" if known else "logits_to_keep", None)
                 collector.begin(task, batch)
                 model(**inputs)
                 progress(len(batch["input_ids"]))
@@ -236,21 +223,3 @@ def collect(
         for handle in handles:
             handle.remove()
     return collector.result()
-
-
-def _needs_labels(context: Any, inputs: Mapping[str, Any]) -> bool:
-    return "prompt_lengths" not in inputs or context.encoder_decoder
-
-
-def require_routing(collection: Collection, name: str) -> None:
-    """Refuse an adapter whose routers have said nothing."""
-    if not collection.usage.blocks:
-        raise not_routed(name)
-
-
-def not_routed(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name!r} does not route: none of its blocks chooses among experts, so that there is nothing to look at. "
-        "Name an adapter of a method with a router (monkeyjump methods lists them).",
-        title="nothing to inspect",
-    )

@@ -13,24 +13,18 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from monkeyjump.analysis.collect import collect, not_routed, require_routing
+from monkeyjump.analysis import plots
+from monkeyjump.analysis.collect import collect
 from monkeyjump.analysis.document import document, section
 from monkeyjump.analysis.initial import before_training, centers_of, checkpoint_centers, has_centers
 from monkeyjump.analysis.permute import can_permute, draw_permutation
-from monkeyjump.analysis.plots import (
-    draw_before_after,
-    draw_comparison,
-    draw_drift,
-    draw_health,
-    draw_similarity,
-    draw_usage,
-)
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, routes, rows_of_tasks, rows_of_user
 from monkeyjump.analysis.sample import Collection
 from monkeyjump.analysis.style import Drawing, need
 from monkeyjump.analysis.theory import check_ranks, draw_theory, groups
 from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_states
+from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.record import write_atomic
 from monkeyjump.tables import Table
@@ -94,7 +88,7 @@ def inspect(
         del seen
         gc.collect()
     if len(usages) == 2 and usages[0].blocks == usages[1].blocks and usages[0].experts == usages[1].experts:
-        together = draw_comparison(usages, names)
+        together = plots.draw_comparison(usages, names)
         together.save(folder)
         drawn[0].insert(0, together)
     page = write_atomic(folder / "report.html", report(names, drawn, tables))
@@ -107,11 +101,14 @@ def look(name: str, path: Path, recipe: Recipe | None, settings: InspectSettings
     dtype = None if recipe is None else dtype_of(recipe)
     model, tokenizer = load_adapter(path, base=settings.base, dtype=dtype, device=device)
     if not routes(model):
-        raise not_routed(str(path))
+        raise ConfigError(
+            f"{str(path)!r} does not route: none of its blocks chooses among experts, so that there is nothing to look "
+            "at. Name an adapter of a method with a router (monkeyjump methods lists them).",
+            title="nothing to inspect",
+        )
     rows = _rows(model, tokenizer, recipe, settings)
     with tqdm(total=sum(map(len, rows.values())), desc=f"reading rows with {name}", unit="row") as bar:
         collection = collect(model, rows, sample=SAMPLE, probed=PROBED, progress=bar.update)
-    require_routing(collection, str(path))
     return Inspected(name, path, model, tokenizer, recipe, rows, collection)
 
 
@@ -128,10 +125,10 @@ def figures(seen: Inspected) -> Iterator[Drawing]:
     """The figures that this adapter allows, each when its turn comes; the last ones take longest."""
     collection, model = seen.collection, seen.model
     usage = collection.usage
-    yield draw_usage(usage, f"Where tokens jump ({seen.name})")
-    yield draw_health(usage)
+    yield plots.draw_usage(usage, f"Where tokens jump ({seen.name})")
+    yield plots.draw_health(usage)
     if len(usage.tasks) > 2:
-        yield draw_similarity(usage)
+        yield plots.draw_similarity(usage)
     found = [(block, name, check_ranks(outputs, gates)) for block, name, outputs, gates in groups(model, collection)]
     if found:
         yield draw_theory(found)
@@ -143,8 +140,8 @@ def figures(seen: Inspected) -> Iterator[Drawing]:
         with before_training(model, seen.tokenizer, seen.recipe, seen.rows) as words:
             first, by_block = centers_of(model), centers_by_block(model)
             before = collect(model, seen.rows).usage
-        yield draw_before_after(before, usage, words)
-        yield draw_drift(first, centers_of(model), checkpoint_centers(seen.path), words)
+        yield plots.draw_before_after(before, usage, words)
+        yield plots.draw_drift(first, centers_of(model), checkpoint_centers(seen.path), words)
         yield draw_centers(collection, model, by_block, words)
     if can_permute(model) and any(seen.rows[task].answered for task in usage.tasks):
         yield draw_permutation(model, seen.rows)

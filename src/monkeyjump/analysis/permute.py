@@ -41,9 +41,10 @@ def permute_experts(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def can_permute(model: nn.Module) -> bool:
-    """Whether some router of the model has centres or learned rows to permute."""
+    """Whether some router of a decoder has centres or learned rows to permute."""
     configs = [router.configs[name] for router, name in active_routers(model)]
-    return any(config.uses_centers or config.learns_router for config in configs)
+    routed = any(config.uses_centers or config.learns_router for config in configs)
+    return routed and not require_context(model).encoder_decoder
 
 
 @torch.no_grad()
@@ -56,12 +57,8 @@ def answer_nll(model: nn.Module, rows: dict[str, Rows]) -> dict[str, float]:
             batch = some.collate(some.sequences[start : start + _ROWS_AT_ONCE])
             inputs = forward_inputs(base, batch, device)
             inputs.pop("logits_to_keep", None)
-            targets = inputs["labels"][:, 1:]
-            if not require_context(model).encoder_decoder:
-                inputs.pop("labels")
-            else:
-                targets = inputs["labels"]
-            logits = model(**inputs).logits[:, : targets.shape[1]]
+            targets = inputs.pop("labels")[:, 1:]
+            logits = model(**inputs).logits[:, :-1]
             real = targets != IGNORE
             total += float(nn.functional.cross_entropy(logits[real].float(), targets[real], reduction="sum"))
             count += int(real.sum())
@@ -88,20 +85,12 @@ def draw_permutation(model: nn.Module, rows: dict[str, Rows], seed: int = 0) -> 
     axis.set_xlim(-0.6, len(tasks) - 0.4)
     label(axis, "", y="NLL of an answer's token", legend=True)
     name_ticks(axis, "x", tasks, most=40)
-    rows_: list[list[Any]] = [["as trained", *own.values()]]
-    rows_ += [[f"permutation {n + 1}", *values] for n, values in enumerate(table.tolist())]
+    lines: list[list[Any]] = [["as trained", *own.values()]]
+    lines += [[f"permutation {n + 1}", *values] for n, values in enumerate(table.tolist())]
     mean, spread, trained = table.mean(), table.mean(1).std(ddof=1), np.mean(list(own.values()))
-    return Drawing(
-        "permutation",
-        "Expert permutation",
-        f"The experts of every router exchange their centres (or the rows of a learned router) at random; the adapters "
-        f"stay. Up to {ROWS} rows of each task. The paper permutes before training; this permutes what is trained, so "
-        "that it shows whether the adapters have come to rely on the tokens they get.",
-        figure,
-        ["experts", *tasks],
-        rows_,
-        findings=[
-            f"Mean NLL over tasks: {trained:.3f} as trained, {mean:.3f} ± {spread:.3f} (standard deviation over "
-            f"permutations) with permuted experts; {int((table.mean(1) > trained).sum())} of {SHUFFLES} are worse."
-        ],
+    worse = int((table.mean(1) > trained).sum())
+    finding = (
+        f"Mean NLL over tasks: {trained:.3f} as trained, {mean:.3f} ± {spread:.3f} (standard deviation over "
+        f"permutations) with permuted experts; {worse} of {SHUFFLES} are worse."
     )
+    return Drawing("permutation", figure, ["experts", *tasks], lines, [finding], words={"rows": ROWS})

@@ -86,18 +86,8 @@ def draw_probes(collection: Collection, rows: list[list[Any]]) -> Drawing:
         axis.set_ylim(0, 1.25)
         label(axis, f"block {block}", y="held-out accuracy", legend=True)
         name_ticks(axis, "x", [row[1] for row in own])
-    return Drawing(
-        "probes",
-        "Information by position",
-        f"Accuracy of linear classifiers that read the task from one state of the prompt (the tokens that many places "
-        f"from its end, or a pooled state), on held-out rows of {FOLDS} folds; lines are standard errors. The "
-        "answer is not shown to them. Tasks of different wording are easy to tell apart: high values say little.",
-        figure,
-        ["block", "state", "accuracy", "standard error"],
-        rows,
-        {"rows": len(collection.probe_tasks), "chance": chance},
-        [information_by_position(rows)],
-    )
+    columns, data = ["block", "state", "accuracy", "standard error"], {"chance": chance}
+    return Drawing("probes", figure, columns, rows, [information_by_position(rows)], data, {"folds": FOLDS})
 
 
 def information_by_position(rows: list[list[Any]]) -> str:

@@ -9,8 +9,10 @@ import base64
 import importlib.util
 import io
 import json
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,23 @@ PANEL_LIMIT = 8  # panels side by side; more go into further rows
 
 @dataclass
 class Drawing:
-    """One figure of a report, with the numbers behind it and what a reader should know."""
+    """One figure of a report, with the numbers behind it. `captions.toml` has its title and how to read it."""
 
     name: str  # of its files
-    title: str
-    caption: str  # how to read it
     figure: Any
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[Any]] = ()
-    data: dict[str, Any] = field(default_factory=dict)
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
     findings: list[str] = field(default_factory=list)  # what these numbers say, one sentence each
+    data: dict[str, Any] = field(default_factory=dict)
+    words: dict[str, Any] = field(default_factory=dict)  # that the caption leaves open
+
+    @property
+    def title(self) -> str:
+        return _captions()[self.name]["title"]
+
+    @property
+    def caption(self) -> str:
+        return _captions()[self.name]["caption"].format(**self.words)
 
     def save(self, folder: Path) -> list[Path]:
         """Write PNG, SVG, CSV and JSON under the figure's name."""
@@ -56,6 +65,11 @@ class Drawing:
         file = io.BytesIO()
         self.figure.savefig(file, dpi=110, format="png")
         return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+@cache
+def _captions() -> dict[str, dict[str, str]]:
+    return tomllib.loads((Path(__file__).parent / "captions.toml").read_text(encoding="utf-8"))
 
 
 def need(module: str, extra: str, what: str) -> None:

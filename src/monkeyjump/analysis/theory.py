@@ -11,7 +11,7 @@ Shapes: E experts, N tokens, O output width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from itertools import groupby
 from typing import Any
 
@@ -128,18 +128,9 @@ def draw_theory(found: list[tuple[str, str, Ranks]]) -> Drawing:
         axis.set_ylim(0, 1.6 * max(ranks.full for _, ranks in own) + 1)
         label(axis, name, "block", "rank", legend=True)
         name_ticks(axis, "x", [block for block, _ in own], most=10)
-    return Drawing(
-        "theory",
-        "Expressivity: routed against summed adapters",
-        "The theorem says that routing gives at least the rank of the sum of all adapters, and more where their sum "
-        "cancels. The sum is formed here for experts that read the block's state and write to the same width; the "
-        "model itself forms it only for experts of one projection, since other projections write to different places.",
-        figure,
-        ["block", "experts", *(part.name for part in fields(Ranks))],
-        [[block, name, *astuple(ranks)] for block, name, ranks in found],
-        {"groups": [{"block": block, "experts": name, **asdict(ranks)} for block, name, ranks in found]},
-        theory_in_words([ranks for _, _, ranks in found]),
-    )
+    rows = [[block, name, *astuple(ranks)] for block, name, ranks in found]
+    columns = ["block", "experts", *(part.name for part in fields(Ranks))]
+    return Drawing("theory", figure, columns, rows, theory_in_words([ranks for _, _, ranks in found]))
 
 
 def theory_in_words(found: list[Ranks]) -> list[str]:

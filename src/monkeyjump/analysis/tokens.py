@@ -59,17 +59,8 @@ def draw_states(collection: Collection, model: nn.Module) -> Drawing:
             for point, place, about in zip(tokens.tolist(), places.tolist(), described, strict=True)
         ]
     _legend(figure, colors, bool(centers))
-    return Drawing(
-        "states",
-        "Token states and the experts they go to",
-        "Each panel shows the same tokens as they enter one block, placed by t-SNE on their directions and coloured by "
-        "the expert with the largest gate; a star stands on the token that is nearest to a centre. t-SNE "
-        "keeps neighbours together; distances between groups and the sizes of groups mean nothing.",
-        figure,
-        ["block", "x", "y", "expert", "task", "kind", "position", "token id"],
-        rows,
-        {"tokens": len(chosen)},
-    )
+    columns = ["block", "x", "y", "expert", "task", "kind", "position", "token id"]
+    return Drawing("states", figure, columns, rows)
 
 
 def draw_centers(collection: Collection, model: nn.Module, first: dict[str, Tensor], words: str) -> Drawing:
@@ -103,17 +94,10 @@ def draw_centers(collection: Collection, model: nn.Module, first: dict[str, Tens
             shares = [float((nearest == expert).float().mean()) for expert in range(len(names))]
             rows.append([block, kind, silhouette, spread_, *shares])
     _legend(figure, expert_colors(names), True)
-    return Drawing(
-        "centers",
-        "Centres with and without k-means",
-        f"Tokens take the colour of their nearest centre. The first centres are {words}; random ones are directions "
-        "drawn from a normal distribution. The silhouette is 1 where groups are far apart and 0 where they touch; "
-        "the variance within groups is a share of the whole variance, so that less is better.",
-        figure,
-        ["block", "centres", "silhouette", "variance within", *(f"share of {name}" for name in names)],
-        rows,
-        findings=[_centers_in_words(rows)],
-    )
+    columns = ["block", "centres", "silhouette", "variance within", *(f"share of {name}" for name in names)]
+    within = {kind: np.mean([row[3] for row in rows if row[1] == kind]) for kind in sets}
+    finding = f"Variance within groups: {', '.join(f'{share:.0%} {kind}' for kind, share in within.items())}."
+    return Drawing("centers", figure, columns, rows, [finding], words={"start": words})
 
 
 def quality(features: Tensor, nearest: Tensor, experts: int) -> tuple[float, float]:
@@ -127,15 +111,6 @@ def quality(features: Tensor, nearest: Tensor, experts: int) -> tuple[float, flo
     alone = len(found) < 2 or len(found) == len(nearest)
     silhouette = float("nan") if alone else float(silhouette_score(features.numpy(), nearest.numpy(), metric="cosine"))
     return silhouette, within / max(total, 1e-12)
-
-
-def _centers_in_words(rows: list[list[Any]]) -> str:
-    within = {kind: np.mean([row[3] for row in rows if row[1] == kind]) for kind in ("at the start", "random")}
-    better = "less than" if within["at the start"] < within["random"] else "not less than"
-    return (
-        f"Within groups of the first centres lies {within['at the start']:.0%} of the variance, {better} the "
-        f"{within['random']:.0%} of random ones."
-    )
 
 
 def centers_by_block(model: nn.Module) -> dict[str, Tensor]:

@@ -69,6 +69,17 @@ class ExpertUsage:
         """Adjusted bits of every block; zero where there is a single task."""
         return np.array([self.information[block].bits if self.information else 0.0 for block in self.blocks])
 
+    def mean(self) -> dict[str, ExpertLoad]:
+        """Loads by block, in which every task counts the same."""
+
+        def over_tasks(block: str, part: str) -> list[float]:
+            return np.mean([getattr(loads[block], part) for loads in self.loads.values()], 0).tolist()
+
+        experts = {block: load.experts for block, load in self.loads[self.tasks[0]].items()}
+        return {
+            b: ExpertLoad(names, over_tasks(b, "share"), over_tasks(b, "mean_gate")) for b, names in experts.items()
+        }
+
     @property
     def mean_gate(self) -> float:
         """Over all tasks, blocks and experts, zeros included: the constant gate of the same strength."""
