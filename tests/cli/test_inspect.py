@@ -69,13 +69,13 @@ def test_one_adapter_gets_every_figure_and_a_page_that_stands_alone(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: dict[str, list[str]] = {}
-    save = Drawing.save
+    saved = Drawing.saved
 
-    def checked(drawing: Drawing, folder: Path) -> list[Path]:
+    def checked(drawing: Drawing, folder: Path) -> Drawing:
         problems[drawing.name] = cut_off(drawing.figure)
-        return save(drawing, folder)
+        return saved(drawing, folder)
 
-    monkeypatch.setattr(Drawing, "save", checked)
+    monkeypatch.setattr(Drawing, "saved", checked)
     assert main(["inspect", str(run / "adapter"), "--rows", "12"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.replace(str(run), "").splitlines())) <= 80

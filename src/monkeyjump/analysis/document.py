@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from monkeyjump.analysis.style import Drawing
@@ -23,8 +23,7 @@ p { max-width: 60rem; margin: .3rem 0; overflow-wrap: anywhere; } .soft { color:
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
 figure { margin: .6rem 0; padding: .8rem; background: #fff; border: 1px solid #e3e7ed; border-radius: 10px; }
 img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; background: #fff; }
-th, td { padding: .3rem .7rem; border: 1px solid #e3e7ed; text-align: right; } .l { text-align: left; }
+pre { overflow-x: auto; font-size: .85rem; }
 """
 
 
@@ -44,17 +43,16 @@ def document(title: str, body: str, css: str = "", scripts: Sequence[str] = ()) 
     )
 
 
-def section(drawings: Sequence[Drawing], names: Sequence[str]) -> str:
+def section(drawings: Mapping[str, Drawing]) -> str:
     """One figure of the report; the same figure of several adapters stands side by side, each under its name."""
-    first, several = drawings[0], len(names) > 1
+    first, several = next(iter(drawings.values())), len(drawings) > 1
     shown = "".join(
         f"<figure>{f'<b>{escape(name)}</b>' if several else ''}"
         f'<img alt="{escape(drawing.title)}" src="{drawing.data_uri()}">'
         f"{''.join(f'<p>{escape(finding)}</p>' for finding in drawing.findings)}</figure>"
-        for drawing, name in zip(drawings, names, strict=True)
+        for name, drawing in drawings.items()
     )
-    place = "pair" if several else "one"
     return (
         f'<section id="{escape(first.name)}"><h2>{escape(first.title)}</h2>\n'
-        f'<p class="soft">{escape(first.caption)}</p>\n<div class="{place}">{shown}</div></section>'
+        f'<p class="soft">{escape(first.caption)}</p>\n<div class="{"pair" if several else ""}">{shown}</div></section>'
     )

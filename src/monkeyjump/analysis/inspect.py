@@ -48,7 +48,6 @@ class InspectSettings:
     data: str | None = None
     rows: int = 32
     base: str | None = None
-    split: str = "test"
 
 
 @dataclass
@@ -70,27 +69,19 @@ def inspect(
     """Write the report on one adapter or two into a folder. Returns the page and the tables for a terminal."""
     need("matplotlib", "cli", "figures")
     need("sklearn", "analysis", "t-SNE, probes and clusterings")
-    names = [path.name for path, _ in adapters]
-    if len(set(names)) < len(names):
-        names = [str(path) for path, _ in adapters]
+    names = [path.name if path.name != "adapter" else f"{path.parent.name}/adapter" for path, _ in adapters]
     drawn: list[list[Drawing]] = []
     tables, usages = [], []
     for name, (path, recipe) in zip(names, adapters, strict=True):
         seen = look(name, path, recipe, settings)
         place = folder if len(adapters) == 1 else folder / f"adapter-{len(drawn) + 1}"
-        drawings = []
-        for drawing in figures(seen):
-            drawing.save(place)
-            drawings.append(drawing)
-        drawn.append(drawings)
+        drawn.append([drawing.saved(place) for drawing in figures(seen)])
         usages.append(seen.collection.usage)
         tables.append(summary(seen))
         del seen
         gc.collect()
     if len(usages) == 2 and usages[0].blocks == usages[1].blocks and usages[0].experts == usages[1].experts:
-        together = plots.draw_comparison(usages, names)
-        together.save(folder)
-        drawn[0].insert(0, together)
+        drawn[0].insert(0, plots.draw_comparison(usages, names).saved(folder))
     page = write_atomic(folder / "report.html", report(names, drawn, tables))
     return page, tables
 
@@ -118,7 +109,7 @@ def _rows(model: Any, tokenizer: Any, recipe: Recipe | None, settings: InspectSe
     if settings.text or settings.image:
         return rows_of_user(encoder, settings.text, settings.image, settings.rows)
     seed = recipe.seed if recipe else 0
-    return rows_of_tasks(encoder, settings.tasks, settings.rows, settings.data, seed, settings.split)
+    return rows_of_tasks(encoder, settings.tasks, settings.rows, settings.data, seed)
 
 
 def figures(seen: Inspected) -> Iterator[Drawing]:
@@ -161,27 +152,13 @@ def summary(seen: Inspected) -> Table:
     return Table(title, ["task", "rows", "gate bits", "points", "largest deviation"], rows)
 
 
-def report(names: Sequence[str], drawn: Sequence[Sequence[Drawing]], tables: Sequence[Table]) -> str:
-    """The page. A recorded view of single texts has its place right after the table."""
-    parts = [f"<h1>Routing of {escape(' and '.join(names))}</h1>"]
-    parts += [_html_table(table) for table in tables]
-    titles = list(dict.fromkeys(drawing.name for drawings in drawn for drawing in drawings))
-    for title in titles:
-        found = [
-            (drawing, name)
-            for drawings, name in zip(drawn, names, strict=True)
-            for drawing in drawings
-            if drawing.name == title
-        ]
-        parts.append(section([drawing for drawing, _ in found], [name for _, name in found]))
-    return document(f"Routing of {' and '.join(names)}", "\n".join(parts))
-
-
-def _html_table(table: Table) -> str:
-    lines = "".join(
-        "<tr>"
-        + "".join(f'<td class="{"l" if i < table.left else ""}">{escape(cell)}</td>' for i, cell in enumerate(row))
-        for row in table.rows
-    )
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
-    return f"<p>{escape(table.title)}</p><table><tr>{head}</tr>{lines}</table>"
+def report(
+    names: Sequence[str], drawn: Sequence[Sequence[Drawing]], tables: Sequence[Table], view: str = "", **page: Any
+) -> str:
+    """The page. `view` is HTML that comes right after the tables, `page` the style and the scripts that it needs."""
+    title = f"Routing of {' and '.join(names)}"
+    parts = [f"<h1>{escape(title)}</h1>", *(f"<pre>{escape(str(table))}</pre>" for table in tables), view]
+    for name in dict.fromkeys(drawing.name for drawings in drawn for drawing in drawings):
+        pairs = [(who, each) for who, drawings in zip(names, drawn, strict=True) for each in drawings]
+        parts.append(section({who: each for who, each in pairs if each.name == name}))
+    return document(title, "\n".join(parts), **page)

@@ -149,12 +149,8 @@ def draw_similarity(usage: ExpertUsage) -> Drawing:
     for which in "xy":
         name_ticks(right, which, tasks, most=60)
     style.color_bar(figure, [left, right], image, "cosine of deviations")
-    return Drawing(
-        "similarity",
-        figure,
-        ["task", *tasks],
-        [[task, *row] for task, row in zip(tasks, ordered.tolist(), strict=True)],
-    )
+    rows = [[task, *row] for task, row in zip(tasks, ordered.tolist(), strict=True)]
+    return Drawing("similarity", figure, ["task", *tasks], rows)
 
 
 def draw_health(usage: ExpertUsage) -> Drawing:

@@ -15,6 +15,7 @@ from monkeyjump.analysis.sample import Batch
 from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import Example, Task, load_examples
+from monkeyjump.tasks.batches import by_tokens
 from monkeyjump.tasks.collate import PaddingCollator
 from monkeyjump.tasks.encode import Encoded, Encoder
 from monkeyjump.tasks.media import Media
@@ -36,14 +37,9 @@ class Rows:
         return len(self.sequences)
 
     def __iter__(self) -> Iterator[Batch]:
-        budget, start = GPU_TOKENS if torch.cuda.is_available() else 2 * CPU_TOKENS, 0
-        order = sorted(self.sequences, key=len)  # rows of one length waste no padding
-        while start < len(order):
-            end = start + 1
-            while end < len(order) and (end + 1 - start) * len(order[end]) <= budget:
-                end += 1
-            yield self.collate(order[start:end])
-            start = end
+        budget = GPU_TOKENS if torch.cuda.is_available() else 2 * CPU_TOKENS
+        for batch in by_tokens(range(len(self)), [len(each) for each in self.sequences], budget, "rows"):
+            yield self.collate([self.sequences[place] for place in batch])
 
     @property
     def answered(self) -> bool:
@@ -54,15 +50,13 @@ class Rows:
         return Rows(self.sequences[:count], self.collate)
 
 
-def rows_of_tasks(
-    encoder: Encoder, tasks: Sequence[Task], count: int, data: str | None, seed: int, split: str = "test"
-) -> dict[str, Rows]:
-    """Up to `count` rows of each task; those of a test split that does not exist are passed over."""
+def rows_of_tasks(encoder: Encoder, tasks: Sequence[Task], count: int, data: str | None, seed: int) -> dict[str, Rows]:
+    """Up to `count` test rows of each task that has some."""
     collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
     return {
-        task.name: Rows(encoder.encode_all(load_examples(task, split, data, limit=count, seed=seed)), collate)
+        task.name: Rows(encoder.encode_all(load_examples(task, "test", data, limit=count, seed=seed)), collate)
         for task in tasks
-        if split not in task.absent
+        if "test" not in task.absent
     }
 
 

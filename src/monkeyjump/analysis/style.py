@@ -49,8 +49,8 @@ class Drawing:
     def caption(self) -> str:
         return _captions()[self.name]["caption"].format(**self.words)
 
-    def save(self, folder: Path) -> list[Path]:
-        """Write PNG, SVG, CSV and JSON under the figure's name."""
+    def saved(self, folder: Path) -> Drawing:
+        """Write PNG, SVG, CSV and JSON under the figure's name; returns the figure itself."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = folder / self.name
         content = {"title": self.title, "caption": self.caption, "findings": self.findings, **self.data}
@@ -58,7 +58,7 @@ class Drawing:
             self.figure.savefig(f"{stem}.{ending}", dpi=150)
         write_atomic(f"{stem}.csv", csv_text([self.columns, *self.rows]))
         write_atomic(f"{stem}.json", json.dumps(jsonable(content), indent=1, ensure_ascii=False) + "\n")
-        return [Path(f"{stem}.{ending}") for ending in ("png", "svg", "csv", "json")]
+        return self
 
     def data_uri(self) -> str:
         """The picture as it is embedded in a page."""

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         settings.tasks = expand(
             options.tasks or (recipe.tasks if recipe else ""), recipe.data.bad_media if recipe else "raise"
         )
-        look_at(settings.tasks, settings.data, splits=[settings.split])
+        look_at(settings.tasks, settings.data, splits=["test"])
     folder = _folder(options, paths[0])
     try:
         page, tables = inspect(list(zip(paths, recipes, strict=True)), settings, folder)
