@@ -136,10 +136,14 @@ def test_what_cannot_be_inspected_is_refused(run: Path, tmp_path: Path, capsys: 
     base = AutoModelForCausalLM.from_pretrained(run.parent / "tiny")
     plain = tmp_path / "run" / "adapter"
     get_peft_model(base, methods.build("lora", target_modules=["q_proj"])).save_pretrained(str(plain))
-    assert main(["inspect", str(plain)]) == 2
-    assert "does not say what it was trained on" in capsys.readouterr().err
-    assert main(["inspect", str(plain), "--tasks", "opinion"]) == 2
+    assert main(["inspect", adapter, str(plain), "--tasks", "opinion"]) == 2
     assert "does not route" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+    assert "holds no adapter that can be read" in capsys.readouterr().err
+    (run / "adapter" / "recipe.json").rename(run / "kept.json")
+    assert main(["inspect", adapter]) == 2
+    assert "does not say what it was trained on" in capsys.readouterr().err
+    (run / "kept.json").rename(run / "adapter" / "recipe.json")
     assert not (plain.parent / "inspection").exists()
 
 

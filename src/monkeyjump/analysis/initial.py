@@ -76,7 +76,8 @@ def _first_centers(model: nn.Module, tokenizer: Any, recipe: Recipe | None, rows
         return what
     if recipe is not None:
         try:
-            calibration = training_data(recipe, expand(recipe.tasks), tokenizer, FastSettings(False, False)).calibration
+            tasks = expand(recipe.tasks, recipe.data.bad_media)
+            calibration = training_data(recipe, tasks, tokenizer, FastSettings(False, False)).calibration
             if calibration is not None:
                 initialize_centers(model, calibration, seed=seed)
                 return f"{what} on the run's own training rows, as it began"

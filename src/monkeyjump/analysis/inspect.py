@@ -93,9 +93,9 @@ def look(name: str, path: Path, recipe: Recipe | None, settings: InspectSettings
     model, tokenizer = load_adapter(path, base=settings.base, dtype=dtype, device=device)
     if not routes(model):
         raise ConfigError(
-            f"{str(path)!r} does not route: none of its blocks chooses among experts, so that there is nothing to look "
-            "at. Name an adapter of a method with a router (monkeyjump methods lists them).",
-            title="nothing to inspect",
+            f"{str(path)!r} does not route: none of its blocks chooses among experts. Name an adapter of a method with "
+            "a router (monkeyjump methods).",
+            title="cannot inspect",
         )
     rows = _rows(model, tokenizer, recipe, settings)
     with tqdm(total=sum(map(len, rows.values())), desc=f"reading rows with {name}", unit="row") as bar:

@@ -47,13 +47,8 @@ def draw_states(collection: Collection, model: nn.Module) -> Drawing:
         names, places = collection.experts_of(router), sample.gates[router][chosen].argmax(1)
         features = _features(model, block, sample.states[block][chosen])
         tokens = embed(features)
-        for place, name in enumerate(names):
-            mine = (places == place).numpy()
-            axis.scatter(*tokens[mine].T, s=2 * size, color=colors[name], linewidths=0)
-        _stars(axis, tokens, features, centers.get(block), [colors[name] for name in names])
+        _panel(axis, tokens, places, [colors[name] for name in names], features, centers.get(block))
         label(axis, f"block {block}")
-        axis.set_xticks([])
-        axis.set_yticks([])
         rows += [
             [block, *point, names[place], *about]
             for point, place, about in zip(tokens.tolist(), places.tolist(), described, strict=True)
@@ -82,15 +77,10 @@ def draw_centers(collection: Collection, model: nn.Module, first: dict[str, Tens
         points = embed(features)
         for place, (kind, centers) in enumerate(sets.items()):
             axis = axes[number * len(sets) + place]
-            nearest = _nearest(features, centers[block])
+            nearest = (features @ centers[block].T).argmax(1)
             silhouette, spread_ = quality(features, nearest, len(names))
-            for expert, name in enumerate(names):
-                mine = (nearest == expert).numpy()
-                axis.scatter(*points[mine].T, s=3, color=colors[name], linewidths=0)
-            _stars(axis, points, features, centers[block], [colors[name] for name in names])
+            _panel(axis, points, nearest, list(colors.values()), features, centers[block])
             label(axis, f"block {block}, {kind}", f"silhouette {silhouette:.2f}, variance within {spread_:.0%}")
-            axis.set_xticks([])
-            axis.set_yticks([])
             shares = [float((nearest == expert).float().mean()) for expert in range(len(names))]
             rows.append([block, kind, silhouette, spread_, *shares])
     _legend(figure, expert_colors(names), True)
@@ -133,20 +123,24 @@ def _features(model: nn.Module, block: str, states: Tensor) -> Tensor:
     return ops.features(states, mean, normalize=True)
 
 
-def _nearest(features: Tensor, centers: Tensor) -> Tensor:
-    return (features @ centers.T).argmax(1)
-
-
 def _subset(total: int, most: int) -> Tensor:
     return torch.linspace(0, total - 1, min(total, most)).round().long()
 
 
-def _stars(axis: Any, points: np.ndarray, features: Tensor, centers: Tensor | None, colors: list[str]) -> None:
-    """A star on the token nearest to each centre: a centre itself has no neighbours that t-SNE could place it by."""
-    if centers is not None:
-        nearest = (centers @ features.T).argmax(1)
-        for token, color in zip(nearest.tolist(), colors, strict=False):
-            axis.scatter(*points[token], s=70, marker="*", color=color, edgecolors="black", linewidths=0.7, zorder=3)
+def _panel(
+    axis: Any, points: np.ndarray, experts: Tensor, colors: list[str], features: Tensor, centers: Tensor | None
+) -> None:
+    """Tokens in the colours of their experts, and a star on the token nearest to each centre.
+
+    A centre itself has no neighbours that t-SNE could place it by.
+    """
+    for expert, color in enumerate(colors):
+        axis.scatter(*points[(experts == expert).numpy()].T, s=4, color=color, linewidths=0)
+    nearest = [] if centers is None else (centers @ features.T).argmax(1).tolist()
+    for token, color in zip(nearest, colors, strict=False):
+        axis.scatter(*points[token], s=70, marker="*", color=color, edgecolors="black", linewidths=0.7, zorder=3)
+    axis.set_xticks([])
+    axis.set_yticks([])
 
 
 def _legend(figure: Any, colors: dict[str, str], centers: bool) -> None:

@@ -94,13 +94,7 @@ class ExpertUsage:
     @property
     def dead_experts(self) -> dict[str, list[str]]:
         """By block, the experts that no token of any task went to."""
-        return {
-            block: [name for name in self.loads[self.tasks[0]][block].experts if self._unused(block, name)]
-            for block in self.blocks
-        }
-
-    def _unused(self, block: str, expert: str) -> bool:
-        return all(expert in loads[block].dead for loads in self.loads.values())
+        return {block: load.dead for block, load in self.mean().items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {

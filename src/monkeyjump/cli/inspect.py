@@ -30,14 +30,14 @@ def run(options: argparse.Namespace) -> int:
 
     paths = [Path(name).expanduser() for name in (options.adapter, options.second) if name]
     recipes = [saved_recipe(path) or saved_recipe(path.parent.parent / "adapter") for path in paths]
-    problems = []
+    problems = [problem for path in paths for problem in _unfit(path)]
     if options.tasks and (options.text or options.image):
         problems.append("--tasks and --text or --image exclude each other: name the tasks, or give one input.")
     if options.rows < 1:
         problems.append(f"--rows={options.rows} must be at least 1.")
     if options.image and not Path(options.image).expanduser().is_file():
         problems.append(f"--image {options.image!r} is no file. Check the path.")
-    if not options.tasks and not (options.text or options.image) and recipes[0] is None:
+    if not problems and not (options.tasks or options.text or options.image) and recipes[0] is None:
         problems.append(f"{str(paths[0])!r} does not say what it was trained on: name --tasks, --text or --image.")
     if problems:
         raise ConfigError(problems, title="cannot inspect")
@@ -46,14 +46,16 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import look_at
 
+    for known in recipes:
+        if known is not None and options.data:
+            known.data.folder = options.data
     recipe = recipes[0]
-    data = options.data or (recipe.data.folder if recipe else None)
+    data = recipe.data.folder if recipe else options.data
     settings = InspectSettings((), options.text, options.image, data, options.rows, options.base)
     if not (options.text or options.image):
-        settings.tasks = expand(
-            options.tasks or (recipe.tasks if recipe else ""), recipe.data.bad_media if recipe else "raise"
-        )
-        look_at(settings.tasks, settings.data, splits=["test"])
+        named = options.tasks or (recipe.tasks if recipe else "")
+        settings.tasks = expand(named, recipe.data.bad_media if recipe else "raise")
+        look_at(settings.tasks, data, splits=["test"])
     folder = _folder(options, paths[0])
     try:
         page, tables = inspect(list(zip(paths, recipes, strict=True)), settings, folder)
@@ -67,6 +69,19 @@ def run(options: argparse.Namespace) -> int:
     print(f"report      {page}")
     print(f"figures     {folder} (PNG and SVG; CSV and JSON behind each)")
     return 0
+
+
+def _unfit(adapter: Path) -> list[str]:
+    """What keeps an adapter from being inspected, as far as its files say."""
+    import json
+
+    try:
+        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"{str(adapter)!r} holds no adapter that can be read ({error}). Check the path."]
+    if config.get("peft_type") != "MONKEYJUMP" or config.get("layers_to_route") == []:
+        return [f"{str(adapter)!r} does not route. Name an adapter of a method with a router (monkeyjump methods)."]
+    return []
 
 
 def _folder(options: argparse.Namespace, adapter: Path) -> Path:
