@@ -17,7 +17,7 @@ def test_the_papers_example_has_rank_2_against_1() -> None:
     assert found.covered
     assert found.fed
     assert found.patterns == 2
-    assert "a larger rank than the sum in all 1 groups" in theory_in_words([found])[2]
+    assert "a larger rank than the sum in 1 of 1 groups" in theory_in_words([found])[2]
 
 
 def test_premises_that_do_not_hold_are_said() -> None:
@@ -32,7 +32,7 @@ def test_the_bound_by_patterns_of_the_proposition_can_fail() -> None:
     """One pattern, but different weights: the outputs span two dimensions, and the mean expert only one."""
     found = check_ranks(OUTPUTS, torch.tensor([[0.6, 0.4], [0.4, 0.6]]))
     assert (found.patterns, found.bound, found.soft) == (1, 1, 2)
-    assert "the bound by patterns holds in 0 of 1" in theory_in_words([found])[3]
+    assert "The bound by patterns holds in 0 of 1" in theory_in_words([found])[6]
 
 
 def test_generic_low_rank_experts_lose_nothing_in_their_sum_and_a_shared_factor_does() -> None:

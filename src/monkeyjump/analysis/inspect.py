@@ -97,19 +97,16 @@ def look(name: str, path: Path, recipe: Recipe | None, settings: InspectSettings
             "a router (monkeyjump methods).",
             title="cannot inspect",
         )
-    rows = _rows(model, tokenizer, recipe, settings)
-    with tqdm(total=sum(map(len, rows.values())), desc=f"reading rows with {name}", unit="row") as bar:
-        collection = collect(model, rows, sample=SAMPLE, probed=PROBED, progress=bar.update)
-    return Inspected(name, path, model, tokenizer, recipe, rows, collection)
-
-
-def _rows(model: Any, tokenizer: Any, recipe: Recipe | None, settings: InspectSettings) -> dict[str, Rows]:
     known = getattr(model, TASK_IDS, None) or {task.name: place for place, task in enumerate(settings.tasks)}
     encoder = Encoder(tokenizer, known, **(encoding(recipe) if recipe else {}))
     if settings.text or settings.image:
-        return rows_of_user(encoder, settings.text, settings.image, settings.rows)
-    seed = recipe.seed if recipe else 0
-    return rows_of_tasks(encoder, settings.tasks, settings.rows, settings.data, seed)
+        rows = rows_of_user(encoder, settings.text, settings.image, settings.rows)
+    else:
+        seed = recipe.seed if recipe else 0
+        rows = rows_of_tasks(encoder, settings.tasks, settings.rows, settings.data, seed)
+    with tqdm(total=sum(map(len, rows.values())), desc=f"reading rows with {name}", unit="row") as bar:
+        collection = collect(model, rows, sample=SAMPLE, probed=PROBED, progress=bar.update)
+    return Inspected(name, path, model, tokenizer, recipe, rows, collection)
 
 
 def figures(seen: Inspected) -> Iterator[Drawing]:
@@ -149,7 +146,9 @@ def summary(seen: Inspected) -> Table:
         rows.append([task, str(len(seen.rows[task])), f"{entropy:.2f}", deviation, where])
     tokens, dead = f"{seen.collection.tokens:,} tokens", f"{usage.dead} dead experts"
     title = f"{seen.name}: {tokens}, mean gate {usage.mean_gate:.3f}, {dead}"
-    return Table(title, ["task", "rows", "gate bits", "points", "largest deviation"], rows)
+    shown = 5 if len(rows) > 1 else 3  # a single task deviates from nothing
+    columns = ["task", "rows", "gate bits", "points", "largest deviation"]
+    return Table(title, columns[:shown], [row[:shown] for row in rows])
 
 
 def report(

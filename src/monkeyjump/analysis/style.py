@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import io
 import json
 import tomllib
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ class Drawing:
     findings: list[str] = field(default_factory=list)  # what these numbers say, one sentence each
     data: dict[str, Any] = field(default_factory=dict)
     words: dict[str, Any] = field(default_factory=dict)  # that the caption leaves open
+    png: bytes = b""
 
     @property
     def title(self) -> str:
@@ -56,15 +56,14 @@ class Drawing:
         content = {"title": self.title, "caption": self.caption, "findings": self.findings, **self.data}
         for ending in ("png", "svg"):
             self.figure.savefig(f"{stem}.{ending}", dpi=150)
+        self.png = Path(f"{stem}.png").read_bytes()
         write_atomic(f"{stem}.csv", csv_text([self.columns, *self.rows]))
         write_atomic(f"{stem}.json", json.dumps(jsonable(content), indent=1, ensure_ascii=False) + "\n")
         return self
 
     def data_uri(self) -> str:
-        """The picture as it is embedded in a page."""
-        file = io.BytesIO()
-        self.figure.savefig(file, dpi=110, format="png")
-        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        """The picture as it is embedded in a page, once it is saved."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
 @cache

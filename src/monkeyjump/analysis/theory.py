@@ -10,7 +10,7 @@ Shapes: E experts, N tokens, O output width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
 from typing import Any
@@ -41,6 +41,17 @@ class Ranks:
     fed: bool  # the tokens of each expert span what it can give
     patterns: int  # distinct sets of chosen experts
     bound: int  # the proposition's: patterns times the largest rank of a pattern's mean expert, at most `full`
+
+
+CLAIMS: dict[str, Callable[[Ranks], bool]] = {
+    "Coverage: every expert is the first choice of some token": lambda ranks: ranks.covered,
+    "Input rank: the tokens of each expert span all that it can give": lambda ranks: ranks.fed,
+    "Expressivity: routing to the first choice has a larger rank than the sum": lambda ranks: ranks.hard > ranks.summed,
+    "It has a smaller rank than the sum": lambda ranks: ranks.hard < ranks.summed,
+    "Soft top-k: routing with gates has a larger rank than the sum": lambda ranks: ranks.soft > ranks.summed,
+    "Its rank stays within the span of the chosen experts": lambda ranks: ranks.soft <= ranks.reached,
+    "The bound by patterns holds": lambda ranks: ranks.soft <= ranks.bound,
+}
 
 
 def check_ranks(outputs: Tensor, gates: Tensor) -> Ranks:
@@ -134,21 +145,6 @@ def draw_theory(found: list[tuple[str, str, Ranks]]) -> Drawing:
 
 
 def theory_in_words(found: list[Ranks]) -> list[str]:
-    """One sentence for each premise and each claim: whether it held on this adapter."""
-    total = len(found)
-
-    def how_often(count: int) -> str:
-        return "in all" if count == total else f"in {count} of"
-
-    covered, fed = sum(each.covered for each in found), sum(each.fed for each in found)
-    more, less = sum(each.hard > each.summed for each in found), sum(each.hard < each.summed for each in found)
-    soft_more, inside = sum(each.soft > each.summed for each in found), sum(each.soft <= each.reached for each in found)
-    bounded = sum(each.soft <= each.bound for each in found)
-    return [
-        f"Coverage: every expert is the first choice of some token {how_often(covered)} {total} groups of experts.",
-        f"Input rank: the tokens of each expert span all that it can give {how_often(fed)} {total} groups.",
-        f"Expressivity: routing to the first choice has a larger rank than the sum {how_often(more)} {total} groups, "
-        f"a smaller one in {less}, and the same in the others, where the sum cancels nothing.",
-        f"Soft top-k: the rank stays within the span of the chosen experts {how_often(inside)} {total} groups and is "
-        f"above that of the sum in {soft_more}; the bound by patterns holds {how_often(bounded)} {total}.",
-    ]
+    """One sentence for each premise and each claim: in how many groups of experts it held on this adapter."""
+    total = f"of {len(found)} groups of experts."
+    return [f"{claim} in {sum(map(held, found))} {total}" for claim, held in CLAIMS.items()]
