@@ -56,7 +56,7 @@ def test_the_picture_shows_the_mean_each_deviation_and_the_bits(usage, tmp_path)
     path = plot_usage(usage, tmp_path / "new" / "usage.png", title="Where")
     assert path.read_bytes().startswith(b"\x89PNG")
     drawing = draw_usage(usage, title="Where")
-    assert drawing.figure.get_suptitle() == "Where\nlargest deviation of a task from the mean: 30.0 points"
+    assert drawing.figure.get_suptitle() == "Where\nlargest deviation from the mean of the tasks: 30.0 points"
     axes = drawing.figure.axes
     titles = ["mean of the tasks", "one", "two", "$three$", "task information"]
     assert [axis.get_title() for axis in axes[:5]] == titles

@@ -42,10 +42,11 @@ def draw_usage(usage: ExpertUsage, title: str = "Where tokens jump", of: str = "
     first |= {f"{kind} tokens": values for kind, values in kinds.items()}
     shown = _most_deviating(usage) if several else []
     largest = float(np.nanmax(np.abs(deviations)))
-    findings = [f"largest deviation of a {of} from the mean: {largest:.1f} points"] if several else []
+    findings = [f"largest deviation from the mean of the {of}s: {largest:.1f} points"] if several else []
     height = min(9.0, max(2.6, 0.13 * len(usage.blocks) + 1.0))
     panels = len(first) + len(shown) + bool(usage.information)
-    figure, axes = style.grid(panels, 1.75, height, "\n".join([title, *findings]))
+    width = max(1.75, 0.08 * max(map(len, (*first, *shown))) + 0.4)
+    figure, axes = style.grid(panels, width, height, "\n".join([title, *findings]))
     brightest = max(0.5, *(float(np.nanmax(values)) for values in (shares, *kinds.values())))
     for axis, (name, values) in zip(axes, first.items(), strict=False):
         image = style.heatmap(axis, values, usage.blocks, usage.experts, (0, brightest))

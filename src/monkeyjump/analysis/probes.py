@@ -84,6 +84,7 @@ def draw_probes(collection: Collection, rows: list[list[Any]]) -> Drawing:
         axis.bar(range(len(own)), [row[2] for row in own], yerr=errors, color=colors, error_kw={"linewidth": 1})
         axis.axhline(chance, color=GREY, linestyle="--", linewidth=1, label="most frequent task")
         axis.set_ylim(0, 1.25)
+        axis.set_yticks(np.linspace(0, 1, 6))
         label(axis, f"block {block}", y="held-out accuracy", legend=True)
         name_ticks(axis, "x", [row[1] for row in own])
     columns, data = ["block", "state", "accuracy", "standard error"], {"chance": chance}

@@ -137,8 +137,9 @@ def _panel(
     for expert, color in enumerate(colors):
         axis.scatter(*points[(experts == expert).numpy()].T, s=4, color=color, linewidths=0)
     nearest = [] if centers is None else (centers @ features.T).argmax(1).tolist()
-    for token, color in zip(nearest, colors, strict=False):
-        axis.scatter(*points[token], s=70, marker="*", color=color, edgecolors="black", linewidths=0.7, zorder=3)
+    for place, (token, color) in enumerate(zip(nearest, colors, strict=False)):
+        size = max(20, 130 - 40 * place)  # of several stars on one token all are seen
+        axis.scatter(*points[token], s=size, marker="*", color=color, edgecolors="black", linewidths=0.7, zorder=3)
     axis.set_xticks([])
     axis.set_yticks([])
 
