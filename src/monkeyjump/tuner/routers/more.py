@@ -65,7 +65,8 @@ class MoreRouter(LearnedRouterOfBlock):
         elif tasks.weights is not None:
             self._stage_task_loss(adapter_name, position, selector, x, call)
         gate = selector(task_ids.to(x.device))
-        self._trace(adapter_name, position, gate.expand(*call.shape, -1), call)
+        if self.blocks.context.trace is not None:
+            self._trace(adapter_name, position, gate.expand(*call.shape, -1), call)
         if x.dim() == 2:  # a module that flattens its tokens
             gate = gate.expand(*call.shape, -1).reshape(-1, gate.shape[-1])
         return gate
