@@ -12,8 +12,9 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
-KINDS = {"forward": None, "sums": {}, "sample": {"sample": 2_000, "probed": (3, 120)}}
+KINDS: dict[str, Any] = {"forward": None, "sums": {}, "sample": {"sample": 2_000, "probed": (3, 120)}}
 
 
 def measure(kind: str, tokens: int, width: int) -> str:

@@ -10,6 +10,7 @@ Shapes: B rows of a batch, T tokens, D hidden width, E experts of a router, K ta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,28 +122,25 @@ class Collector(RoutingTrace):
 
     def listeners(self) -> list[Any]:
         """Hooks at the entrances of the blocks that route; the caller removes them."""
-        if not self.quota and not self.probed_blocks:
-            return []
-        probed = spread(list(self.entrances), self.probed_blocks)
+        blocks = self.entrances if self.quota or self.probed_blocks else {}
+        self.probed = spread(list(blocks), self.probed_blocks)
+        base = self.context.base
         return [
-            self.context.base.get_submodule(path).register_forward_pre_hook(
-                self._entrance(key, path, key in probed), with_kwargs=True
-            )
-            for key, path in self.entrances.items()
+            base.get_submodule(path).register_forward_pre_hook(partial(self.enter, key, path), with_kwargs=True)
+            for key, path in blocks.items()
         ]
 
-    def _entrance(self, key: str, path: str, probed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
-        def look(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            h = hidden_states(args, kwargs, path)
-            if tuple(h.shape[:2]) == self.shape:
-                if self.quota:
-                    self._keep(self.states, key, h)
-                if probed and len(self.prompts):
-                    features = pooled(h[: len(self.prompts)].float(), self.prompts.to(h.device))
-                    for name, rows in features.items():
-                        self.probes.setdefault(key, {}).setdefault(name, []).append(rows.cpu())
-
-        return look
+    def enter(self, key: str, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep what is wanted of the states that enter a block."""
+        h = hidden_states(args, kwargs, path)
+        if tuple(h.shape[:2]) != self.shape:
+            return
+        if self.quota:
+            self._keep(self.states, key, h)
+        if key in self.probed and len(self.prompts):
+            features = pooled(h[: len(self.prompts)].float(), self.prompts.to(h.device))
+            for name, rows in features.items():
+                self.probes.setdefault(key, {}).setdefault(name, []).append(rows.cpu())
 
     def _keep(self, places: dict[str, Tensor], key: str, values: Tensor) -> None:
         if key not in places:

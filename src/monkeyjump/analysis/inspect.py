@@ -24,6 +24,7 @@ from monkeyjump.analysis.sample import Collection
 from monkeyjump.analysis.style import Drawing, need
 from monkeyjump.analysis.theory import check_ranks, draw_theory, groups
 from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_states
+from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.record import write_atomic
@@ -140,15 +141,16 @@ def summary(seen: Inspected) -> Table:
     usage, rows = seen.collection.usage, []
     for task, deviations in zip(usage.tasks, usage.deviations, strict=True):
         block, expert = np.unravel_index(np.nanargmax(np.abs(deviations)), deviations.shape)
-        entropy = np.mean(list(usage.gate_entropy[task].values()))
-        where = f"{usage.experts[expert]} in {usage.blocks[block]}"
-        deviation = f"{deviations[block, expert]:+.1f}"
-        rows.append([task, str(len(seen.rows[task])), f"{entropy:.2f}", deviation, where])
-    tokens, dead = f"{seen.collection.tokens:,} tokens", f"{usage.dead} dead experts"
-    title = f"{seen.name}: {tokens}, mean gate {usage.mean_gate:.3f}, {dead}"
-    shown = 5 if len(rows) > 1 else 3  # a single task deviates from nothing
-    columns = ["task", "rows", "gate bits", "points", "largest deviation"]
-    return Table(title, columns[:shown], [row[:shown] for row in rows])
+        gate, entropy = (
+            ExpertUsage({task: usage.loads[task]}).mean_gate,
+            np.mean(list(usage.gate_entropy[task].values())),
+        )
+        where = f"{deviations[block, expert]:+.1f} points, {usage.experts[expert]} in {usage.blocks[block]}"
+        rows.append([task, str(len(seen.rows[task])), f"{gate:.3f}", f"{entropy:.2f}", where])
+    shown = 5 if len(rows) > 1 else 4  # a single task deviates from nothing
+    columns = ["task", "rows", "mean gate", "gate bits", "largest deviation"][:shown]
+    title = f"{seen.name}: {seen.collection.tokens:,} tokens, {usage.dead} dead experts"
+    return Table(title, columns, [row[:shown] for row in rows])
 
 
 def report(
