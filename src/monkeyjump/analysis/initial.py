@@ -91,17 +91,15 @@ def checkpoint_centers(adapter: Path) -> dict[int, Centers]:
     """The centres at every checkpoint of the run that an adapter belongs to, by step; empty if there are none."""
     from safetensors.torch import load_file
 
-    places = [adapter.parent, adapter.parent / "checkpoints"]
-    folders = [folder for place in places for folder in place.glob("checkpoint-*")]
     found = {}
-    for folder in sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2])):
-        file = folder / "adapter_model.safetensors"
-        if file.is_file():
+    for place in (adapter.parent, adapter.parent / "checkpoints"):
+        for file in place.glob("checkpoint-*/adapter_model.safetensors"):
+            step = file.parent.name.rpartition("-")[2]
             centers = {
                 key.removeprefix("base_model.model.").removesuffix(".monkeyjump_center"): tensor
                 for key, tensor in load_file(file).items()
                 if key.endswith(".monkeyjump_center")
             }
-            if centers:
-                found[int(folder.name.rpartition("-")[2])] = centers
-    return found
+            if step.isdigit() and centers:
+                found[int(step)] = centers
+    return dict(sorted(found.items()))

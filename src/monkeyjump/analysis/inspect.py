@@ -76,7 +76,8 @@ def inspect(
     for name, (path, recipe) in zip(names, adapters, strict=True):
         seen = look(name, path, recipe, settings)
         place = folder if len(adapters) == 1 else folder / f"adapter-{len(drawn) + 1}"
-        drawn.append([drawing.saved(place) for drawing in figures(seen)])
+        bar = tqdm(figures(seen), desc=f"drawing {name}", unit="figure")
+        drawn.append([drawing.saved(place) for drawing in bar])
         usages.append(seen.collection.usage)
         tables.append(summary(seen))
         del seen

@@ -183,7 +183,11 @@ def draw_health(usage: ExpertUsage) -> Drawing:
 def draw_drift(first: Centers, last: Centers, checkpoints: Mapping[int, Centers], start: str) -> Drawing:
     """How far centres moved: by block and expert from start to end, and over the steps of training."""
     paths = list(last)
-    steps = {step: [_cosine(first[path], found[path]) for path in paths] for step, found in checkpoints.items()}
+    steps = {
+        step: [_cosine(first[path], found[path]) for path in paths]
+        for step, found in checkpoints.items()
+        if all(path in found for path in paths)  # the folder may hold checkpoints of another method
+    }
     final = [_cosine(first[path], last[path]) for path in paths]
     figure, axes = style.grid(1 + bool(steps), 4.2, 3.0, "Drift of the centres from where they began")
     for place, expert in enumerate(dict.fromkeys(path.rpartition(".")[2] for path in paths)):
