@@ -21,6 +21,8 @@ def test_planted_information_is_found_and_noise_is_at_chance() -> None:
     assert probe(planted, classes)[0] > 0.95
     assert abs(probe(noise, classes)[0] - 1 / 3) < 0.12
     assert math.isnan(probe(noise, torch.zeros(120, dtype=torch.long))[0])  # a single task
+    few = torch.where(torch.arange(120) < 3, 3, classes)  # of a fourth class there are three rows
+    assert probe(planted, few)[0] > 0.95
     assert math.isnan(probe(noise[:6], classes[:6])[0])  # too few rows to hold some out
 
 

@@ -119,7 +119,8 @@ def draw_before_after(before: ExpertUsage, after: ExpertUsage, start: str) -> Dr
         axis.plot(x, "o-", ms=3, lw=1, color=COLORS[0], label="before")
         axis.plot(y, "s-", ms=3, lw=1, color=COLORS[1], label="after")
         axis.set_ylim(0, 1.45 * max(np.nanmax(x), np.nanmax(y), 1))
-        label(axis, f"{expert}, r = {correlations[expert]:.2f}", "block", "share of jumps, %", legend=True)
+        title = f"{expert}, r = {correlations[expert]:.2f}" if varies else expert
+        label(axis, title, "block", "share of jumps, %", legend=True)
         name_ticks(axis, "x", blocks, most=10)
         rows += [[blocks[b], expert, x[b], y[b], bool(shifted[b])] for b in np.flatnonzero(known)]
     moved = len({row[0] for row in rows if row[4]})

@@ -44,16 +44,19 @@ def pooled(h: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def probe(states: Tensor, classes: Tensor, seed: int = 0) -> tuple[float, float]:
-    """Held-out accuracy of a linear classifier, mean and standard error over folds; NaN where a class is too small.
+    """Held-out accuracy of a linear classifier, mean and standard error over folds.
 
-    The classifier is ridge regression on standardised features; its penalty is chosen on the training folds alone.
+    Classes of fewer rows than folds are left out; it is NaN where less than two remain. The classifier is ridge
+    regression on standardised features; its penalty is chosen on the training folds alone.
     """
     from sklearn.linear_model import RidgeClassifierCV
     from sklearn.model_selection import StratifiedKFold, cross_val_score
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    if len(classes.unique()) < 2 or int(classes.bincount().min()) < FOLDS:
+    enough = classes.bincount()[classes] >= FOLDS
+    states, classes = states[enough], classes[enough]
+    if len(classes.unique()) < 2:
         return math.nan, math.nan
     model = make_pipeline(StandardScaler(), RidgeClassifierCV(alphas=np.logspace(0, 5, 6)))
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from monkeyjump.analysis.initial import active_routers
 from monkeyjump.analysis.sample import Collection
-from monkeyjump.analysis.style import COLORS, Drawing, grid, label, name_ticks
+from monkeyjump.analysis.style import COLORS, Drawing, few_ticks, grid, label, name_ticks
 from monkeyjump.tuner.layer import FrozenLinear, MonkeyJumpLayer
 
 TOKENS = 1_000  # of the sample; ranks are far below
@@ -137,6 +137,7 @@ def draw_theory(found: list[tuple[str, str, Ranks]]) -> Drawing:
             values = [getattr(ranks, part) for _, ranks in own]
             axis.plot(values, "osD^"[place] + "-", ms=7 - 1.5 * place, lw=0.8, color=COLORS[place], label=words)
         axis.set_ylim(0, 1.6 * max(ranks.full for _, ranks in own) + 1)
+        few_ticks(axis, "y", whole=True)
         label(axis, name, "block", "rank", legend=True)
         name_ticks(axis, "x", [block for block, _ in own], most=10)
     rows = [[block, name, *astuple(ranks)] for block, name, ranks in found]
