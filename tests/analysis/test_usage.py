@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from monkeyjump.analysis.plots import plot_usage
-from monkeyjump.analysis.usage import ExpertUsage, expert_usage
+from monkeyjump.analysis.collect import collect
+from monkeyjump.analysis.plots import draw_usage, plot_usage
+from monkeyjump.analysis.usage import ExpertUsage, Information
 from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.trace import ExpertLoad
 from tests.evaluation.toys import add_adapter, make_model
@@ -43,44 +44,38 @@ def test_deviations_are_from_the_mean_over_tasks(usage):
 
 def test_a_task_without_rows_is_left_out():
     batch = {"input_ids": torch.arange(2, 10).unsqueeze(0)}
-    usage = expert_usage(add_adapter(make_model()), {"none": [], "some": [batch]})
+    usage = collect(add_adapter(make_model()), {"none": [], "some": [batch]}).usage
     assert usage.tasks == ["some"]
     assert usage.shares.shape == (1, 2, 3)
     np.testing.assert_allclose(usage.shares.sum(-1), 1)
-    assert usage.to_dict()["dead_experts"] == usage.dead
+    assert usage.to_dict()["dead_experts"] == usage.dead == sum(map(len, usage.dead_experts.values()))
 
 
-def panels(usage: ExpertUsage, path, monkeypatch) -> tuple[str, list]:
-    """The picture's title, and the axes that hold a panel or a colour bar."""
-    from matplotlib import pyplot
-
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    plot_usage(usage, path, title="Where")
-    figure = pyplot.gcf()
-    monkeypatch.undo()
-    pyplot.close(figure)
-    return figure.get_suptitle(), [axis for axis in figure.axes if axis.axison]
-
-
-def test_the_picture_shows_the_mean_and_each_deviation(usage, tmp_path, monkeypatch):
-    path = tmp_path / "new" / "usage.png"
-    title, axes = panels(usage, path, monkeypatch)
+def test_the_picture_shows_the_mean_each_deviation_and_the_bits(usage, tmp_path):
+    usage.information = {"0": Information(0.25, 0.3, 0.05, 0.02), "1": Information(0.5, 0.6, 0.1, 0.02)}
+    path = plot_usage(usage, tmp_path / "new" / "usage.png", title="Where")
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert title == "Where\nlargest deviation of a task from the mean: 30.0 points"
-    assert [axis.get_title() for axis in axes[:4]] == ["mean of the tasks", "one", "two", "$three$"]
+    drawing = draw_usage(usage, title="Where")
+    assert drawing.figure.get_suptitle() == "Where\nlargest deviation from the mean of the tasks: 30.0 points"
+    axes = drawing.figure.axes
+    titles = ["mean of the tasks", "one", "two", "$three$", "task information"]
+    assert [axis.get_title() for axis in axes[:5]] == titles
     images = [axis.images[0] for axis in axes[:4]]
     np.testing.assert_allclose(images[0].get_array().filled(np.nan), usage.shares.mean(0))
     for image, deviation in zip(images[1:], usage.deviations, strict=True):
         np.testing.assert_allclose(image.get_array().filled(np.nan), deviation)
         assert image.get_clim() == pytest.approx((-30, 30))
-    assert sorted(axis.get_ylabel() for axis in axes[4:]) == ["deviation, percentage points", "share of jumps"]
+    assert [bar.get_width() for bar in axes[4].patches] == [0.25, 0.5]
+    assert sorted(axis.get_ylabel() for axis in axes[5:]) == ["deviation, percentage points", "share of jumps"]
+    assert "block 1: 0.500 of 1.58 bits; 2 of 2" in drawing.findings[1]
+    assert drawing.rows[0] == ["one", "0", "q_proj", 0.5, pytest.approx(10), 0.25]
 
 
-def test_the_picture_of_one_task_shows_its_shares(usage, tmp_path, monkeypatch):
-    title, axes = panels(ExpertUsage({"one": usage.loads["one"]}), tmp_path / "usage.png", monkeypatch)
-    assert title == "Where"
-    assert [axis.get_title() for axis in axes] == ["one", ""]
-    np.testing.assert_allclose(axes[0].images[0].get_array().filled(np.nan), usage.shares[0])
+def test_the_picture_of_one_task_shows_its_shares(usage):
+    drawing = draw_usage(ExpertUsage({"one": usage.loads["one"]}), title="Where")
+    assert drawing.figure.get_suptitle() == "Where"
+    assert [axis.get_title() for axis in drawing.figure.axes] == ["one", ""]
+    np.testing.assert_allclose(drawing.figure.axes[0].images[0].get_array().filled(np.nan), usage.shares[0])
 
 
 def test_no_picture_says_why(usage, tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 
 import monkeyjump as mj
+from monkeyjump.analysis.collect import collect
 from monkeyjump.analysis.plots import plot_usage
-from monkeyjump.analysis.usage import expert_usage
 from monkeyjump.evaluation.decode import Decoder
 from monkeyjump.evaluation.forward import AnswerReader, evaluating
 from monkeyjump.evaluation.jobs import Batch, Job
@@ -156,9 +156,12 @@ def test_loads_by_kind() -> None:
 
 def test_usage_by_kind_is_drawn_beside_the_tasks(tmp_path: Path) -> None:
     model = adapted(top_k=1)
-    usage = expert_usage(
-        model, {"one": [batch(OV)], "two": [batch(OV, seed=1), {"input_ids": torch.ones(1, 4).long()}]}
-    )
+    batches = {"one": [batch(OV)], "two": [batch(OV, seed=1), {"input_ids": torch.ones(1, 4).long()}]}
+    found = collect(model, batches, sample=40)
+    usage = found.usage
+    patches = found.sample.kinds == 1
+    assert torch.equal(patches, found.sample.token_ids == IMAGE)
+    assert 0 < int(patches.sum()) < len(patches)
     assert usage.kinds is not None
     assert usage.kinds.tasks == ["text", "image"]
     with mj.record_routing(model) as trace, torch.no_grad():

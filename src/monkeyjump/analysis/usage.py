@@ -1,18 +1,27 @@
-"""Which experts the tokens of each task go to, block by block."""
+"""Which experts the tokens of each task go to, block by block, and how much an expert says about the task."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
-from monkeyjump.tuner.centers.sample import forward_inputs
-from monkeyjump.tuner.trace import ExpertLoad, record_routing
+from monkeyjump.tuner.trace import ExpertLoad
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass
+class Information:
+    """How many bits the expert of a jump says about the task of its token."""
+
+    bits: float  # adjusted for chance, see `task_information`; slightly below zero where there is nothing
+    raw_bits: float  # from the counts alone, which is never below zero and too large
+    chance_bits: float  # what the counts give when rows have random tasks; the mean of the shuffles
+    noise: float  # adjusted bits that 95 % of the shuffles stay below
 
 
 @dataclass
@@ -21,6 +30,8 @@ class ExpertUsage:
 
     loads: dict[str, dict[str, ExpertLoad]]
     kinds: ExpertUsage | None = None  # the same with kinds of tokens in the place of tasks
+    gate_entropy: dict[str, dict[str, float]] = field(default_factory=dict)  # of a token's gates, in bits, like `loads`
+    information: dict[str, Information] = field(default_factory=dict)  # by block; empty for a single task
 
     @property
     def tasks(self) -> list[str]:
@@ -38,7 +49,7 @@ class ExpertUsage:
         )
 
     @property
-    def shares(self) -> npt.NDArray[np.float64]:
+    def shares(self) -> Array:
         """The part of a block's jumps that went to each expert, [tasks, blocks, experts]; NaN if a block lacks it."""
         experts, missing = self.experts, float("nan")
         tables = [
@@ -48,10 +59,26 @@ class ExpertUsage:
         return np.array([[[share.get(name, missing) for name in experts] for share in table] for table in tables])
 
     @property
-    def deviations(self) -> npt.NDArray[np.float64]:
+    def deviations(self) -> Array:
         """The shares of each task minus their mean over tasks, in percentage points: [tasks, blocks, experts]."""
         shares = self.shares
         return 100 * (shares - shares.mean(0))
+
+    @property
+    def bits(self) -> Array:
+        """Adjusted bits of every block; zero where there is a single task."""
+        return np.array([self.information[block].bits if self.information else 0.0 for block in self.blocks])
+
+    def mean(self) -> dict[str, ExpertLoad]:
+        """Loads by block, in which every task counts the same."""
+
+        def over_tasks(block: str, part: str) -> list[float]:
+            return np.mean([getattr(loads[block], part) for loads in self.loads.values()], 0).tolist()
+
+        experts = {block: load.experts for block, load in self.loads[self.tasks[0]].items()}
+        return {
+            b: ExpertLoad(names, over_tasks(b, "share"), over_tasks(b, "mean_gate")) for b, names in experts.items()
+        }
 
     @property
     def mean_gate(self) -> float:
@@ -62,11 +89,12 @@ class ExpertUsage:
     @property
     def dead(self) -> int:
         """Experts that no token of any task went to."""
-        count = 0
-        for block in self.blocks:
-            shares = [self.loads[task][block].share for task in self.tasks]
-            count += sum(all(share[i] == 0 for share in shares) for i in range(len(shares[0])))
-        return count
+        return sum(map(len, self.dead_experts.values()))
+
+    @property
+    def dead_experts(self) -> dict[str, list[str]]:
+        """By block, the experts that no token of any task went to."""
+        return {block: load.dead for block, load in self.mean().items()}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -74,45 +102,34 @@ class ExpertUsage:
             "dead_experts": self.dead,
             "loads": asdict(self)["loads"],
             **({} if self.kinds is None else {"kinds": asdict(self.kinds)["loads"]}),
+            **({"information": asdict(self)["information"]} if self.information else {}),
         }
 
 
-@torch.no_grad()
-def expert_usage(model: nn.Module, batches: Mapping[str, Sequence[dict[str, torch.Tensor]]]) -> ExpertUsage:
-    """Run the batches of each task through the model and count where their tokens went."""
-    device, base = next(model.parameters()).device, getattr(model, "get_base_model", lambda: model)()
-    decoder_only = not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-    was_training = model.training
-    model.eval()
-    loads, by_kind = {}, dict[str, list[dict[str, ExpertLoad]]]()
-    for task, task_batches in batches.items():
-        if not task_batches:  # a task without a row that fits went nowhere
-            continue
-        with record_routing(model) as trace:
-            for batch in task_batches:
-                inputs = forward_inputs(base, batch, device)
-                # prompt_lengths say where prompts end; labels say it too, but they ask for the logits of all tokens
-                inputs.pop("labels" if "prompt_lengths" in inputs and decoder_only else "logits_to_keep", None)
-                model(**inputs)
-        loads[task] = {block: trace.load(block) for block in trace.blocks()}
-        for kind in trace.kinds():
-            by_kind.setdefault(kind, []).append({block: trace.load(block, kind=kind) for block in trace.blocks()})
-    model.train(was_training)
-    kinds = {kind: _mean(found) for kind, found in by_kind.items()}
-    return ExpertUsage(loads, ExpertUsage(kinds) if kinds else None)
+def task_information(counts: Array, shuffled: Sequence[Array]) -> Information:
+    """The mutual information of task and expert from counts [tasks, experts], adjusted for chance.
+
+    Counts of finite samples always show some information. `shuffled` holds the counts of the same rows under random
+    tasks: whole rows are shuffled, because tokens of one row are alike, and a correction by the number of tokens would
+    be far too small. The scale is that of adjusted mutual information (Vinh et al., 2010): chance is 0, and what one of
+    the two entropies allows at most stays as it is.
+    """
+    raw, most = _mutual_bits(counts)
+    chance = np.array([_mutual_bits(table)[0] for table in shuffled])
+    room = most - chance.mean()
+    if room < 1e-9:  # one expert, or one task
+        return Information(0.0, raw, float(chance.mean()), 0.0)
+    adjusted = most * (np.array([raw, np.quantile(chance, 0.95)]) - chance.mean()) / room
+    return Information(float(adjusted[0]), raw, float(chance.mean()), float(adjusted[1]))
 
 
-def _mean(found: list[dict[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """The mean over tasks, block by block."""
+def _mutual_bits(counts: Array) -> tuple[float, float]:
+    """Plug-in mutual information of a table in bits, and the most that its margins allow."""
+    p = counts / max(counts.sum(), 1)
+    rows, columns = _entropy(p.sum(1)), _entropy(p.sum(0))
+    return rows + columns - _entropy(p.ravel()), min(rows, columns)
 
-    def mean(rows: list[list[float]]) -> list[float]:
-        return np.mean(rows, 0).tolist()
 
-    return {
-        block: ExpertLoad(
-            load.experts,
-            mean([loads[block].share for loads in found]),
-            mean([loads[block].mean_gate for loads in found]),
-        )
-        for block, load in found[0].items()
-    }
+def _entropy(p: Array) -> float:
+    p = p[p > 0]
+    return float(-(p * np.log2(p)).sum())

@@ -15,6 +15,7 @@ VERBS = {
     "train": "train an adapter from a recipe",
     "evaluate": "score an adapter on tasks, with the base model beside it",
     "compare": "train several methods over several seeds and print the table",
+    "inspect": "draw what an adapter routes where, or two beside each other",
     "explore": "open a page that shows where the tokens of a prompt go",
     "ablate": "run the studies of the paper: one thing varied, everything else the same",
     "bench": "measure speed and memory",

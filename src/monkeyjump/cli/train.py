@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     given = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
     recipe = load_recipe(options.recipe, given)
     with uncollected():  # only now: they bring torch, which no mistake in the recipe has to wait for
-        from monkeyjump.experiments.measure import measure_usage
+        from monkeyjump.analysis.rows import measure_usage
         from monkeyjump.record import RunRecord, write_record
         from monkeyjump.training.run import run as train
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from monkeyjump.analysis.style import COLORS, GREY, label, name_ticks, new_figure
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.experiments.study import PLAIN, Study
 from monkeyjump.experiments.tables import spread
@@ -18,24 +19,24 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """For each variant: the mean metric over seeds, its spread, the NLL, differences to the reference, failures."""
     reference, found = comparison.methods[0], []
     points, nlls = comparison.differences(reference), comparison.differences(reference, "mean_nll")
-    for label in comparison.methods:
-        cells = [cell.metrics for cell in comparison.final if cell.method == label]
+    for variant in comparison.methods:
+        cells = [cell.metrics for cell in comparison.final if cell.method == variant]
         values, nll = (
-            comparison.values(label, "mean"),
-            [v for v in comparison.measured(label, "mean_nll") if v is not None],
+            comparison.values(variant, "mean"),
+            [v for v in comparison.measured(variant, "mean_nll") if v is not None],
         )
         found.append(
             {
-                "variant": label,
-                "lr": comparison.best_lr(label),
+                "variant": variant,
+                "lr": comparison.best_lr(variant),
                 "mean": fmean(values),
                 "sd": spread(values),
                 "nll": fmean(nll) if nll else None,
-                "difference": asdict(points[label]) if label in points else None,
-                "nll_difference": asdict(nlls[label]) if label in nlls else None,
+                "difference": asdict(points[variant]) if variant in points else None,
+                "nll_difference": asdict(nlls[variant]) if variant in nlls else None,
                 "diverged": sum(cell.get("diverged_at") is not None for cell in cells),
                 "trainable": cells[0]["trainable"],
-                "by_task": {task: fmean(comparison.values(label, task)) for task in comparison.tasks()},
+                "by_task": {task: fmean(comparison.values(variant, task)) for task in comparison.tasks()},
             }
         )
     return found
@@ -76,30 +77,19 @@ def save_study(name: str, study: Study, comparison: Comparison, output: Path) ->
 
 def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:
     """Points with the spread over seeds, in the order of the study; the constant gate is a line across."""
-    from monkeyjump.analysis.plots import _pyplot
-
-    pyplot = _pyplot()
     shown = [row for row in rows if row["variant"] != PLAIN]
     control = next((row for row in rows if row["variant"] == PLAIN), None)
-    figure, axis = pyplot.subplots(figsize=(max(4.5, 0.42 * len(shown) + 2.2), 3.6), layout="constrained")
+    figure = new_figure(max(4.5, 0.42 * len(shown) + 2.2), 3.6)
+    axis = figure.subplots()
     if control is not None:
         middle, half = 100 * control["mean"], 100 * control["sd"]
-        axis.axhspan(middle - half, middle + half, color="#999999", alpha=0.2, linewidth=0)
-        axis.axhline(middle, color="#666666", linewidth=1, linestyle="--", label=PLAIN)
+        axis.axhspan(middle - half, middle + half, color=GREY, alpha=0.2, linewidth=0)
+        axis.axhline(middle, color=GREY, linewidth=1, linestyle="--", label=PLAIN)
     means, spreads = [100 * row["mean"] for row in shown], [100 * row["sd"] for row in shown]
-    axis.errorbar(range(len(shown)), means, spreads, fmt="o", color="#0072b2", capsize=3, label="mean, sd over seeds")
-    axis.set_xticks(
-        range(len(shown)),
-        [row["variant"] for row in shown],
-        rotation=40 if len(shown) > 6 else 0,
-        ha="right" if len(shown) > 6 else "center",
-    )
-    axis.set_xlabel(study.vary.rpartition(".")[2] or "variant")
-    axis.set_ylabel("mean test metric x 100")
-    axis.set_title(study.title, fontsize=10, parse_math=False)
-    axis.legend(fontsize=8)
+    axis.errorbar(range(len(shown)), means, spreads, fmt="o", color=COLORS[0], capsize=3, label="mean, sd over seeds")
+    name_ticks(axis, "x", [row["variant"] for row in shown], most=len(shown))
+    label(axis, study.title, study.vary.rpartition(".")[2] or "variant", "mean test metric x 100", legend=True)
     axis.grid(axis="y", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
     return path

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from monkeyjump import methods as presets
+from monkeyjump.analysis.rows import measure_usage
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.run import EvaluationReport, load_adapter
 from monkeyjump.experiments.comparison import Comparison, Wanted
-from monkeyjump.experiments.measure import measure_usage
 from monkeyjump.record import RunRecord, numbered, read_record, recording, writable_folder, write_record
 from monkeyjump.tasks import expand
 from monkeyjump.tasks.preflight import look_at

@@ -78,11 +78,6 @@ class RoutingTrace:
     def blocks(self) -> list[str]:
         return list(dict.fromkeys(block for block, _ in self._last))
 
-    def kinds(self) -> list[str]:
-        """The kinds of tokens that were seen; none where a model knows one kind."""
-        seen = {kind for (_, _, kind), (*_, tokens) in self._sums.items() if kind and float(tokens)}
-        return [kind for kind in KINDS if kind in seen]
-
     def gates(self, block: str, adapter: str | None = None) -> Tensor:
         """Gates of a block in the last forward, [B, T, E]."""
         return self._last[self._key(block, adapter)][0]

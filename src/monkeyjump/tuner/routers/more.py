@@ -37,6 +37,8 @@ class MoreRouter(LearnedRouterOfBlock):
     """The tasks of the rows that enter one block, turned into the ranks that its projections use."""
 
     def decide(self, active: list[str], h: Tensor, training: bool, call: BlocksCall) -> None:
+        traced = self.blocks.context.trace is not None
+        call.mask = call.real_tokens(call.shape, h.device) if traced else None
         for name in active:
             call.tasks[name] = self._tasks(self.configs[name], h, call)
 
@@ -67,6 +69,11 @@ class MoreRouter(LearnedRouterOfBlock):
         elif tasks.weights is not None:
             self._stage_task_loss(adapter_name, position, selector, x, call)
         gate = selector(task_ids.to(x.device))
+        trace = self.blocks.context.trace
+        if trace is not None and not call.recomputing:
+            key, names = self._key_of(adapter_name, position), tuple(f"expert {n}" for n in range(gate.shape[-1]))
+            wide, kinds = gate.expand(*call.shape, -1), call.kinds(call.shape)
+            trace.record(key, adapter_name, names, wide, call.mask, kinds)
         if x.dim() == 2:  # a module that flattens its tokens
             gate = gate.expand(*call.shape, -1).reshape(-1, gate.shape[-1])
         return gate

@@ -1,0 +1,96 @@
+"""Expert permutation: how much the loss depends on which expert a centre or a row of a router belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from monkeyjump.analysis.initial import active_routers, unchanged
+from monkeyjump.analysis.rows import Rows
+from monkeyjump.analysis.style import COLORS, Drawing, label, name_ticks, new_figure
+from monkeyjump.routing.granularity import IGNORE
+from monkeyjump.routing.learned import LearnedRouter
+from monkeyjump.tuner.centers.sample import forward_inputs
+from monkeyjump.tuner.model import require_context
+
+SHUFFLES = 10
+ROWS = 8  # of each task; every shuffle reads them again
+_ROWS_AT_ONCE = 8  # logits of all tokens are made
+
+
+def permute_experts(model: nn.Module, generator: torch.Generator) -> None:
+    """Give the experts of every router each other's centres, or each other's rows of a learned router."""
+    for router, name in active_routers(model):
+        layers = router.layers[name]
+        if router.configs[name].uses_centers:
+            centers = torch.cat([torch.atleast_2d(layer.monkeyjump_center[name]) for layer in layers])
+            order = torch.randperm(len(centers), generator=generator).to(centers.device)
+            for layer, own in zip(layers, centers[order].unflatten(0, (len(layers), -1)), strict=True):
+                layer.monkeyjump_center[name].copy_(own.view_as(layer.monkeyjump_center[name]))
+        for layer in layers:
+            learned = dict(layer.monkeyjump_router.items()).get(name)
+            if isinstance(learned, LearnedRouter):
+                rows = torch.randperm(learned.experts, generator=generator).to(learned.weight.device)
+                for tensor in (learned.weight, learned.bias):
+                    if tensor is not None:
+                        tensor.copy_(tensor[rows])
+
+
+def can_permute(model: nn.Module) -> bool:
+    """Whether some router of a decoder has centres or learned rows to permute."""
+    configs = [router.configs[name] for router, name in active_routers(model)]
+    routed = any(config.uses_centers or config.learns_router for config in configs)
+    return routed and not require_context(model).encoder_decoder
+
+
+@torch.no_grad()
+def answer_nll(model: nn.Module, rows: dict[str, Rows]) -> dict[str, float]:
+    """The mean negative log-likelihood of an answer's token, for each task."""
+    base, device, found = require_context(model).base, next(model.parameters()).device, {}
+    for task, some in rows.items():
+        total = count = 0.0
+        for start in range(0, len(some), _ROWS_AT_ONCE):
+            batch = some.collate(some.sequences[start : start + _ROWS_AT_ONCE])
+            inputs = forward_inputs(base, batch, device)
+            inputs.pop("logits_to_keep", None)
+            targets = inputs.pop("labels")[:, 1:]
+            logits = model(**inputs).logits[:, :-1]
+            real = targets != IGNORE
+            total += float(nn.functional.cross_entropy(logits[real].float(), targets[real], reduction="sum"))
+            count += int(real.sum())
+        found[task] = total / max(count, 1)
+    return found
+
+
+def draw_permutation(model: nn.Module, rows: dict[str, Rows], seed: int = 0) -> Drawing:
+    some = {task: found.first(ROWS) for task, found in rows.items()}
+    generator, shuffled = torch.Generator().manual_seed(seed), []
+    own = answer_nll(model, some)
+    for _ in tqdm(range(SHUFFLES), desc="permuting experts", unit="shuffle"):
+        with unchanged(model):
+            permute_experts(model, generator)
+            shuffled.append(answer_nll(model, some))
+    tasks = list(own)
+    table = np.array([[found[task] for task in tasks] for found in shuffled])
+    figure = new_figure(max(4.5, 0.7 * len(tasks) + 2), 3.6, "Loss with permuted experts")
+    axis = figure.subplots()
+    for place in range(len(tasks)):
+        axis.scatter(np.full(SHUFFLES, place), table[:, place], s=14, color=COLORS[1], alpha=0.6, linewidths=0)
+    axis.scatter([], [], s=14, color=COLORS[1], label=f"{SHUFFLES} permutations")
+    axis.plot(list(own.values()), "_", ms=14, mew=2.5, color=COLORS[0], label="as trained")
+    axis.set_xlim(-0.6, len(tasks) - 0.4)
+    label(axis, "", y="NLL of an answer's token", legend=True)
+    name_ticks(axis, "x", tasks, most=40)
+    lines: list[list[Any]] = [["as trained", *own.values()]]
+    lines += [[f"permutation {n + 1}", *values] for n, values in enumerate(table.tolist())]
+    mean, spread, trained = table.mean(), table.mean(1).std(ddof=1), np.mean(list(own.values()))
+    worse = int((table.mean(1) > trained).sum())
+    finding = (
+        f"Mean NLL over tasks: {trained:.3f} as trained, {mean:.3f} ± {spread:.3f} (standard deviation over "
+        f"permutations) with permuted experts; {worse} of {SHUFFLES} are worse."
+    )
+    return Drawing("permutation", figure, ["experts", *tasks], lines, [finding], words={"rows": ROWS})
