@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     same = [options.recipe, *(word for word in given if not word.startswith(("output=", "method=")))]
     print("\nTry next:")
     for words in (
+        *([["inspect", str(folder / "adapter")]] if picture else []),
         ["evaluate", str(folder / "adapter"), "--mode", "generate"],
         ["train", *same, "method=lora", f"output={folder}-lora"],
         ["compare", *same, "--methods", "lora,mjlora", "--seeds", "2"],
