@@ -227,6 +227,7 @@ def test_folders_are_loaded_beside_each_other(
         model, tokenizer = load_adapter(tmp_path / name / "adapter")
         alone = Explorer(model, tokenizer, {name: Adapter("default")})
         assert found.read(Prompt(TEXT), Side(name)).view == alone.read(Prompt(TEXT), Side(name)).view
+    pytest.importorskip("uvicorn")
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
     for words, said in (
         ([], r"http://127\.0\.0\.1:\d+/\n"),
