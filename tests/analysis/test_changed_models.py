@@ -11,7 +11,7 @@ from peft import get_peft_model
 import monkeyjump as mj
 from monkeyjump.analysis.collect import collect
 from monkeyjump.analysis.initial import before_training, centers_of
-from monkeyjump.analysis.permute import answer_nll, permute_experts
+from monkeyjump.analysis.permute import answer_nll, can_permute, permute_experts
 from monkeyjump.analysis.rows import Rows, rows_of_tasks
 from monkeyjump.analysis.theory import check_ranks, groups
 from monkeyjump.tasks.encode import Encoder
@@ -32,7 +32,7 @@ def model() -> Any:
     return adapted
 
 
-@pytest.mark.parametrize("method", ["mjlora", "moelora", "hydralora", "moa", "more", "mjlora_oracle"])
+@pytest.mark.parametrize("method", ["mjlora", "moelora", "hydralora", "moa", "more", "mjlora_oracle", "lime"])
 def test_collection_counts_what_the_trace_counts(method: str, rows: dict[str, Rows]) -> None:
     settings: dict[str, dict[str, Any]] = {"more": {"tasks": 3}, "mjlora": {"center_init": "random"}}
     own = settings.get(method, {})
@@ -54,6 +54,14 @@ def test_collection_counts_what_the_trace_counts(method: str, rows: dict[str, Ro
     for _, _, outputs, gates in groups(model, found):
         ranks = check_ranks(outputs, gates)
         assert max(ranks.hard, ranks.soft) <= ranks.reached <= ranks.full
+
+
+@pytest.mark.parametrize(
+    ("method", "can"), [("mjlora", True), ("moelora", True), ("mjlora_oracle", False), ("lime", False)]
+)
+def test_routers_that_have_something_to_permute(method: str, can: bool) -> None:
+    """Of one without, the figure would say that permutations change nothing."""
+    assert can_permute(get_peft_model(make_model(), mj.methods.build(method, "mj_paper"))) == can
 
 
 def test_permuted_experts_exchange_their_centres_and_the_loss_is_the_models_own(

@@ -42,8 +42,12 @@ def permute_experts(model: nn.Module, generator: torch.Generator) -> None:
 
 def can_permute(model: nn.Module) -> bool:
     """Whether some router of a decoder has centres or learned rows to permute."""
-    configs = [router.configs[name] for router, name in active_routers(model)]
-    routed = any(config.uses_centers or config.learns_router for config in configs)
+    routers = [(router.configs[name], router.layers[name], name) for router, name in active_routers(model)]
+    routed = any(
+        config.uses_centers
+        or any(isinstance(dict(layer.monkeyjump_router.items()).get(name), LearnedRouter) for layer in layers)
+        for config, layers, name in routers
+    )
     return routed and not require_context(model).encoder_decoder
 
 
