@@ -61,7 +61,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "reference='9' is none of the variants \\(1, 2\\)": {
         "title": "x", "vary": "adapter.r", "values": [1, 2], "reference": "9",
     },
-    "control: true needs a routed method": {"title": "x", "method": "lora", "vary": "adapter.r", "values": [1]},
+    "control: true needs method='mjlora'": {"title": "x", "method": "lora", "vary": "adapter.r", "values": [1]},
     "valeus": {"title": "x", "valeus": [1]},
 }  # fmt: skip
 
@@ -96,6 +96,9 @@ def test_a_study_ends_in_a_table_a_record_and_a_picture(
     made = len(fakes.asked)
     assert main(words) == 0
     assert len(fakes.asked) == made
+    assert main([*words, "--seeds", "3"]) == 0  # another table, beside the first
+    assert len(json.loads((tmp_path / "out" / "ranks-2.json").read_text())["metrics"]["seeds"]) == 3
+    assert json.loads((tmp_path / "out" / "ranks.json").read_text())["metrics"] == record["metrics"]
 
 
 def test_a_real_study(tmp_path: Path) -> None:

@@ -269,13 +269,14 @@ def test_a_prompt_before_the_page_knows_its_adapters(page: Any, served: Any, exp
     page.unroute("**/api/about")
 
 
-def test_a_server_that_comes_back_is_asked_again(page: Any, served: Any) -> None:
+def test_a_server_that_comes_back_is_asked_again(page: Any, served: Any, explorer: Explorer) -> None:
     page.route("**/api/about", lambda route: route.abort())
     page.goto(served.url)
     page.wait_for_selector(".wrong:text('The server does not answer')")
     page.unroute("**/api/about")
     type_in(page, TEXT)
     settled(page)
+    shows(page, read(explorer), 0)
 
 
 def test_narrow_screens(browser: Any, served: Any) -> None:

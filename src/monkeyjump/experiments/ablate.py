@@ -10,7 +10,7 @@ from typing import Any
 from monkeyjump.analysis.style import COLORS, GREY, label, name_ticks, new_figure
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.experiments.study import PLAIN, Study
-from monkeyjump.experiments.tables import spread
+from monkeyjump.experiments.tables import spread, stem_of
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
 
@@ -60,7 +60,7 @@ def _signed(difference: dict[str, Any] | None, scale: float) -> str:
 
 
 def save_study(name: str, study: Study, comparison: Comparison, output: Path) -> list[Path]:
-    """The record, the table and the picture."""
+    """The record, the table and the picture, beside those of the same study with other settings."""
     rows = study_rows(comparison)
     metrics = {"study": study.model_dump(), "seeds": comparison.seeds, "rates": comparison.lrs, "rows": rows}
     record = RunRecord(kind="study", name=name, config=comparison.recipe.to_dict(), metrics=metrics)
@@ -68,10 +68,11 @@ def save_study(name: str, study: Study, comparison: Comparison, output: Path) ->
     tasks = comparison.tasks()
     lines = [[*columns, *tasks]]
     lines += [[*(row[column] for column in columns), *(row["by_task"][task] for task in tasks)] for row in rows]
+    stem = stem_of(output / name, record, ("study", "seeds", "rates"))
     return [
-        write_record(record, output / f"{name}.json"),
-        write_atomic(output / f"{name}.csv", csv_text(lines)),
-        plot_study(study, rows, output / f"{name}.png"),
+        write_record(record, Path(f"{stem}.json")),
+        write_atomic(f"{stem}.csv", csv_text(lines)),
+        plot_study(study, rows, Path(f"{stem}.png")),
     ]
 
 

@@ -9,17 +9,18 @@ from contextlib import suppress
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from monkeyjump import methods
 from monkeyjump.checked import Section, validated
 from monkeyjump.errors import ConfigError
-from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.registry import did_you_mean
 from monkeyjump.training.recipe import Recipe, overridden
 from monkeyjump.yaml_files import parse_yaml
+
+if TYPE_CHECKING:
+    from monkeyjump.experiments.comparison import Comparison
 
 LONGEST = 100  # characters of a folder's name
 PLAIN = "constant gate"  # the control that every study of routing has: the mean gate of its reference, for all tokens
@@ -77,6 +78,8 @@ def variants_of(study: Study) -> dict[str, list[str]]:
 
 def grid_of(study: Study, recipe: Recipe, seeds: Iterable[int], lrs: Iterable[float], widen: bool) -> Comparison:
     """The runs of a study, not made yet."""
+    from monkeyjump.experiments.comparison import Comparison  # it brings torch, which no mistake in a file waits for
+
     variants = variants_of(study)
     recipe = overridden(recipe, [f"method={study.method}", *study.settings])
     recipes = {label: _plain(overridden(recipe, settings)) for label, settings in variants.items()}
@@ -90,6 +93,8 @@ def grid_of(study: Study, recipe: Recipe, seeds: Iterable[int], lrs: Iterable[fl
 
 def _plain(recipe: Recipe) -> Recipe:
     """Without settings of the adapter that are those of its preset anyway: the same run then has the same recipe."""
+    from monkeyjump import methods
+
     config, kept = methods.build(recipe.method, recipe.preset, **recipe.adapter), dict(recipe.adapter)
     for key in recipe.adapter:
         without = {name: value for name, value in kept.items() if name != key}
@@ -121,8 +126,8 @@ def _problems(study: Study) -> list[str]:
         found.append("a study needs `vary` with `values`, or `variants`: it compares nothing.")
     elif study.reference and study.reference not in (known := variants_of(study.model_copy(update={"reference": ""}))):
         found.append(f"reference={study.reference!r} is none of the variants ({', '.join(known)}).")
-    if study.control and not study.method.startswith("mj"):
-        found.append(f"control: true needs a routed method with a control, not method={study.method!r}: write false.")
+    if study.control and study.method != "mjlora":
+        found.append(f"control: true needs method='mjlora', which has one, not method={study.method!r}: write false.")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
@@ -129,14 +130,17 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
     for label, values in rows:
         numbers = [f"{100 * x:.2f}" for m in comparison.methods for x in (fmean(values[m]), spread(values[m]))]
         lines.append([label, *numbers])
-    stem = next(path for path in numbered(output / "compare") if _may_be_written(Path(f"{path}.json"), record))
+    stem = stem_of(output / "compare", record, ("methods", "seeds", "rates"))
     return [write_record(record, Path(f"{stem}.json")), write_atomic(f"{stem}.csv", csv_text(lines))]
 
 
-def _may_be_written(path: Path, record: RunRecord) -> bool:
-    """Whether nothing is there, or the table of the same methods, seeds, rates and settings."""
-    if not path.is_file():
-        return True
-    earlier = read_record(path)
-    same = [earlier.metrics.get(name) == record.metrics[name] for name in ("methods", "seeds", "rates")]
-    return earlier.config == record.config and all(same)
+def stem_of(path: Path, record: RunRecord, same: Sequence[str]) -> Path:
+    """The path, or the next of its numbers, where no result of other settings lies; `same` are metrics that tell."""
+
+    def may_be_written(path: Path) -> bool:
+        if not path.is_file():
+            return True
+        earlier = read_record(path)
+        return earlier.config == record.config and all(earlier.metrics.get(n) == record.metrics[n] for n in same)
+
+    return next(stem for stem in numbered(path) if may_be_written(Path(f"{stem}.json")))

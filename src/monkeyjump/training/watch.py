@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import MonkeyJumpWarning
+from monkeyjump.training.progress import is_main_rank
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.trace import ExpertLoad, staged_load
 
@@ -82,7 +83,7 @@ class RoutingWatch:
 
 
 def _say(found: list[str], what: str) -> None:
-    if found:
+    if found and is_main_rank():
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         what = what.format(looks=LOOKS, s="" if len(found) == 1 else "s")
         warnings.warn(f"{len(found)} {what}: {', '.join(found[:NAMED])}{more}.", MonkeyJumpWarning, stacklevel=2)

@@ -110,14 +110,13 @@ def _reduce(name: str, layers: Layers) -> None:
     for part in _alike(layers, name):
         sums = [layer.monkeyjump_staged_sum[name] for layer in part]
         counts = [layer.monkeyjump_staged_count[name] for layer in part]
-        shapes = [torch.stack(sums).shape, torch.stack(counts).shape]
-        flat = torch.cat([torch.stack(sums).flatten(), torch.stack(counts).flatten()])
+        stacked = [torch.stack(sums), torch.stack(counts)]
+        flat = torch.cat([values.flatten() for values in stacked])
         distributed.all_reduce(flat)
+        parts = flat.split([values.numel() for values in stacked])
         with torch.no_grad():
-            for staged, shape, values in zip(
-                (sums, counts), shapes, flat.split([s.numel() for s in shapes]), strict=True
-            ):
-                torch._foreach_copy_(staged, list(values.view(shape).unbind()))
+            for staged, like, values in zip((sums, counts), stacked, parts, strict=True):
+                torch._foreach_copy_(staged, list(values.view_as(like).unbind()))
 
 
 def _alike(layers: Layers, name: str) -> list[Layers]:
