@@ -223,10 +223,14 @@ def test_commands_that_are_printed_can_be_run(
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines() if "│" in line or "major" in line) <= 80
     assert "1 steps of 4 x 1 texts: this will take about" in shown
-    next_ = [shlex.split(line) for line in shown.splitlines() if line.startswith("  monkeyjump ")]
-    assert next_[0][:3] == ["monkeyjump", "evaluate", str(tmp_path / "a b" / "adapter")]
-    assert main([*next_[0][1:], "--limit", "2"]) == 0
-    assert main([*next_[1][1:], "output=runs/other"]) == 0
+    next_ = [shlex.split(line)[1:] for line in shown.splitlines() if line.startswith("  monkeyjump ")]
+    look, evaluate, train, compare = next_
+    adapter = str(tmp_path / "a b" / "adapter")
+    assert look == ["inspect", adapter]
+    assert evaluate[:2] == ["evaluate", adapter]
+    assert compare[:2] == ["compare", "mine.yaml"]
+    assert main([*evaluate, "--limit", "2"]) == 0
+    assert main([*train, "output=runs/other"]) == 0
     assert os.path.exists("runs/other/record.json")
 
 
