@@ -173,7 +173,7 @@ def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFi
     assert read_record(tmp_path / "two" / busy / "record.json").status == "failed"
     assert "another process trains in this folder" in (tmp_path / "two" / busy / "output.log").read_text()
     assert main(again) == 0
-    assert "run 4 of 4: lora, learning rate 0.01, seed 1" in capsys.readouterr().out  # one run needs no process
+    assert "run 4 of 4: lora, rate 0.01, seed 1" in capsys.readouterr().out  # one run needs no process
     cells = sorted(
         path.parent.relative_to(tmp_path / "one") for path in (tmp_path / "one").glob("cells/*/*/*/record.json")
     )

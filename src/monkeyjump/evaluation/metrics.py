@@ -119,6 +119,16 @@ def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.9
     return PairedDifference(center, error, Interval(center - half, center + half), p_value, n)
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm, 1979): below a level with the chance of one false alarm among all."""
+    found, highest = [math.nan] * len(p_values), 0.0
+    ordered = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, place) in enumerate(ordered):
+        highest = max(highest, min(1.0, p * (len(ordered) - rank)))
+        found[place] = highest
+    return found
+
+
 def student_cdf(t: float, freedom: int) -> float:
     """Student's distribution for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     if freedom > 1000:  # the normal is within 2e-4 there, and the series gets long

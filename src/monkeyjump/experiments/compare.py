@@ -90,10 +90,9 @@ def run_here(comparison: Comparison, output: Path, wanted: Wanted) -> None:
     recipe = cell_recipe(comparison, output, wanted)
     done = finished(recipe, wanted.test)
     if done is None:
-        what = f"{wanted.method}, learning rate {wanted.lr:g}, seed {wanted.seed}"
         only = "" if wanted.test else " (validation only)"
         place = f"run {comparison.done + 1} of {comparison.total}{comparison.time_left()}"
-        print(f"\n{place}: {what}{only}", flush=True)
+        print(f"\n{place}: {wanted}{only}", flush=True)
         started = time.perf_counter()
         done = make_cell(recipe, wanted.test, comparison.shared)
         comparison.seconds.append(time.perf_counter() - started)

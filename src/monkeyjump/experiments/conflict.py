@@ -1,0 +1,261 @@
+"""Where routing helps: its gain over a constant gate and over LoRA, by conflict, number of rules, rank and cue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from monkeyjump import count_parameters
+from monkeyjump import methods as presets
+from monkeyjump.analysis.style import color_bar, heatmap, label, new_figure
+from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.metrics import holm, paired_difference
+from monkeyjump.experiments.compare import run_grid
+from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.experiments.conflict_tasks import Setting, write_tasks
+from monkeyjump.experiments.tables import spread, stem_of
+from monkeyjump.models import resolve
+from monkeyjump.record import RunRecord, write_atomic, write_record
+from monkeyjump.registry import did_you_mean
+from monkeyjump.tables import Bold, Table, csv_text
+from monkeyjump.training.recipe import Recipe, overridden
+
+GATE = 0.23  # the mean gate of whatever has centres, so that strength explains no difference
+RECIPE = (
+    *("name=conflict", "adapter.dropout=0.0", "data.answer=text", "data.max_length=128", "data.validation=400"),
+    *("train.lr=4e-3", "train.max_steps=300", "train.batch_size=32", "train.accumulation=1", "train.warmup=0.05"),
+    *("train.weight_decay=0.0", "train.eval_steps=300", "evaluate.before=false", "evaluate.validation_limit=400"),
+)
+CENTRED = ("adapter.route_space=centered", f"adapter.mean_gate={GATE}")
+ROUTED: dict[str, tuple[str, ...]] = {
+    "paper": ("method=mjlora",),
+    "centred": ("method=mjlora", *CENTRED),
+    "ranks": ("method=mjlora", *CENTRED, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
+    "sequence": ("method=mjlora", *CENTRED, "adapter.granularity=sequence", "adapter.temperature=0.2"),
+    "oracle": ("method=mjlora_oracle",),  # one of q, k and v for each rule: a mean gate of a third
+}
+MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
+CONSTANT, LORA = "constant gate", "lora"
+REFERENCES = {CONSTANT: ("method=mjlora_uniform", f"adapter.uniform_gate={GATE}"), LORA: ("method=lora",)}
+CERTAIN = 0.01  # the corrected p-value below which a gain is marked
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A method less a reference at one place of the map, paired by seed."""
+
+    setting: Setting
+    method: str
+    reference: str
+    points: dict[str, Any]  # of the mean accuracy
+    nll: dict[str, Any]  # of the right answer; below zero is better
+    corrected: float  # the p-value of the points, for the number of places and methods of this reference
+
+    @property
+    def certain(self) -> bool:
+        return self.corrected < CERTAIN
+
+
+@dataclass
+class Map:
+    """All runs of all places in one grid, so that they share the base model and run side by side."""
+
+    settings: list[Setting]
+    methods: list[str]
+    recipe: Recipe
+    grid: Comparison
+
+    def gains(self) -> list[Gain]:
+        found: list[Gain] = []
+        for kind in ("constant", "lora"):
+            raw = []
+            for setting in self.settings:
+                for method in self.methods:
+                    reference = CONSTANT if kind == "constant" else _size_of(method)
+                    points, nll = (
+                        paired_difference(
+                            self._measured(setting, method, measure), self._measured(setting, reference, measure)
+                        )
+                        for measure in ("mean", "mean_nll")
+                    )
+                    raw.append(Gain(setting, method, reference, asdict(points), asdict(nll), points.p_value))
+            corrected = holm([gain.corrected for gain in raw])
+            found += [replace(gain, corrected=p) for gain, p in zip(raw, corrected, strict=True)]
+        return found
+
+    def _measured(self, setting: Setting, method: str, measure: str) -> list[float]:
+        values = self.grid.measured(_label(method, setting), measure)
+        return [float("nan") if value is None else value for value in values]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What every run of a place measured, over seeds."""
+        found = []
+        for setting in self.settings:
+            for method in _names(self.methods):
+                cells = [c.metrics for c in self.grid.final if c.method == _label(method, setting)]
+                points = self._measured(setting, method, "mean")
+                row = {**asdict(setting), "method": method, "lr": self.grid.best_lr(_label(method, setting))}
+                row |= {"trainable": cells[0]["trainable"], "mean": fmean(points), "sd": spread(points)}
+                row["nll"] = fmean(self._measured(setting, method, "mean_nll"))
+                found.append(row | {"diverged": sum(cell.get("diverged_at") is not None for cell in cells)})
+        return found
+
+
+def chosen(names: str | None) -> list[str]:
+    """The methods of a map from a list with commas; all of them by default."""
+    known = [*ROUTED, *MIXTURES]
+    found = names.split(",") if names else known
+    unknown = [f"--methods {name!r} is not on the map.{did_you_mean(name, known)}" for name in {*found} - {*known}]
+    if unknown:
+        raise ConfigError([*unknown, f"Choose among {', '.join(known)}."], title="study conflict")
+    return list(dict.fromkeys(found))
+
+
+def run_map(
+    settings: Sequence[Setting], methods: list[str], base: Recipe, seeds: Sequence[int],
+    lrs: Sequence[float], output: Path, jobs: int | str = 1, widen: bool = False,
+) -> Map:  # fmt: skip
+    """Search the rate of every method and rank at one place, then make the runs of all places with it."""
+    recipes = {}
+    for setting in settings:
+        tasks = write_tasks(setting, output / "data")
+        place = base.model_copy(update={"tasks": tasks})
+        for method in _names(methods):
+            recipes[_label(method, setting)] = overridden(place, _settings(method, setting, base.model))
+    rates = {name: list(lrs) for name in recipes}
+    folders = {name: name.replace(" ", "-").replace("@", "+") for name in recipes}
+    if len(set(lrs)) > 1:
+        for rank in {setting.rank for setting in settings}:
+            middle = _middle([setting for setting in settings if setting.rank == rank])
+            there = {_label(method, middle): method for method in _names(methods)}
+            search = Comparison(
+                base, {name: recipes[name] for name in there}, [seeds[0]], {name: list(lrs) for name in there},
+                folders={name: folders[name] for name in there}, widen=widen,
+            )  # fmt: skip
+            run_grid(search, output, jobs)
+            for name, method in there.items():
+                same = [_label(method, setting) for setting in settings if setting.rank == rank]
+                rates |= {other: [search.best_lr(name)] for other in same}
+    grid = Comparison(base, recipes, list(seeds), rates, folders=folders)
+    return Map(list(settings), methods, base, run_grid(grid, output, jobs))
+
+
+def _middle(settings: list[Setting]) -> Setting:
+    """Where rates are searched: at the highest conflict, and the middle of the numbers of rules."""
+    most = [setting for setting in settings if setting.conflict == max(s.conflict for s in settings)]
+    return sorted(most, key=lambda setting: setting.rules)[len(most) // 2]
+
+
+def _label(method: str, setting: Setting) -> str:
+    return f"{setting}@{method}"
+
+
+def _size_of(method: str) -> str:
+    """The LoRA of as many parameters."""
+    return f"{LORA} for {method}" if method in MIXTURES else LORA
+
+
+def _names(methods: list[str]) -> list[str]:
+    """The methods with all that they are compared with."""
+    return [*REFERENCES, *(_size_of(method) for method in methods if method in MIXTURES), *methods]
+
+
+def _settings(method: str, setting: Setting, model: str) -> list[str]:
+    own = [f"adapter.r={setting.rank}"]
+    if method.startswith(f"{LORA} for "):
+        own = [f"adapter.r={_as_large(method.removeprefix(f'{LORA} for '), setting.rank, model)}"]
+    elif method == "ranks":
+        own.append(f"adapter.top_k={-(-3 * setting.rank // 2)}")  # half of the ranks of q, k and v
+    named = REFERENCES | ROUTED | MIXTURES
+    return [*named.get(method, REFERENCES[LORA]), *own]
+
+
+@cache
+def _as_large(method: str, rank: int, model: str) -> int:
+    """The rank at which LoRA has as many trainable parameters as a mixture, or a few more."""
+    found = resolve(model)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(found.source, **found.options))
+        sizes = []
+        for name, r in ((LORA, 1), (method, rank)):
+            adapted = get_peft_model(base, presets.build(name, "mj_paper", r=r))
+            sizes.append(count_parameters(adapted).trainable)
+            base = adapted.unload()
+    return -(-sizes[1] // sizes[0])
+
+
+def map_table(found: Map) -> Table:
+    """The best routed method of every place, against the constant gate and against LoRA of its size."""
+    gains, rows = found.gains(), []
+    for setting in found.settings:
+        here = [gain for gain in gains if gain.setting == setting]
+        best = max((g for g in here if g.reference == CONSTANT), key=lambda gain: gain.points["mean"])
+        other = next(gain for gain in here if gain.method == best.method and gain.reference != CONSTANT)
+        place = [setting.cue, f"{setting.conflict:g}", str(setting.rules), str(setting.rank)]
+        rows.append([*place, best.method, *(_shown(gain) for gain in (best, other))])
+    title = f"Best of {len(found.methods)} methods, points ± s.e. over {len(found.grid.seeds)} seeds"
+    columns = ["cue", "conflict", "rules", "rank", "best", "over constant", "over LoRA"]
+    return Table(f"{title}; bold: corrected p < {CERTAIN:g}", columns, rows)
+
+
+def _shown(gain: Gain) -> str:
+    error = f" ±{100 * gain.points['standard_error']:.1f}" if gain.points["n"] > 1 else ""
+    text = f"{100 * gain.points['mean']:+.1f}{error}"
+    return Bold(text) if gain.certain else text
+
+
+def save_map(found: Map, output: Path) -> list[Path]:
+    """The record, the numbers and the picture."""
+    gains = [asdict(gain) for gain in found.gains()]
+    metrics = {"places": [asdict(setting) for setting in found.settings], "methods": found.methods}
+    metrics |= {"seeds": found.grid.seeds, "rates": found.grid.lrs, "rows": found.rows(), "gains": gains}
+    record = RunRecord(kind="study", name="conflict", config=found.recipe.to_dict(), metrics=metrics)
+    stem = stem_of(output / "conflict", record, ("places", "methods", "seeds", "rates"))
+    columns = ["cue", "conflict", "rules", "rank", "method", "reference"]
+    lines: list[list[Any]] = [[*columns, "points", "low", "high", "p", "corrected p", "NLL", "NLL p"]]
+    for gain in gains:
+        point, numbers = {**gain["setting"], **gain}, gain["points"]
+        ends = [100 * numbers["interval"][end] for end in ("low", "high")]
+        row = [100 * numbers["mean"], *ends, numbers["p_value"], gain["corrected"]]
+        lines.append([*(point[name] for name in columns), *row, gain["nll"]["mean"], gain["nll"]["p_value"]])
+    return [
+        write_record(record, Path(f"{stem}.json")),
+        write_atomic(f"{stem}.csv", csv_text(lines)),
+        plot_map(found, Path(f"{stem}.png")),
+    ]
+
+
+def plot_map(found: Map, path: Path) -> Path:
+    """A panel for each method and each rank and cue: conflict by number of rules, gains over the constant gate."""
+    gains = [gain for gain in found.gains() if gain.reference == CONSTANT]
+    columns = sorted({(setting.cue, setting.rank) for setting in found.settings})
+    figure = new_figure(1.2 + 2.1 * len(columns), 1.0 + 1.5 * len(found.methods))
+    axes = figure.subplots(len(found.methods), len(columns), squeeze=False)
+    most = max(2.0, *(abs(100 * gain.points["mean"]) for gain in gains))
+    for line, method in zip(axes, found.methods, strict=True):
+        for axis, (cue, rank) in zip(line, columns, strict=True):
+            here = {g.setting: g for g in gains if (g.method, g.setting.cue, g.setting.rank) == (method, cue, rank)}
+            conflicts = sorted({setting.conflict for setting in here}, reverse=True)
+            rules = sorted({setting.rules for setting in here})
+            values = [[here.get(Setting(c, r, rank, cue)) for r in rules] for c in conflicts]
+            table = [[float("nan") if g is None else 100 * g.points["mean"] for g in row] for row in values]
+            image = heatmap(axis, table, [f"{c:g}" for c in conflicts], [str(r) for r in rules], (-most, most))
+            for y, row in enumerate(values):
+                for x, gain in enumerate(row):
+                    if gain is not None:
+                        dark = abs(100 * gain.points["mean"]) > 0.6 * most
+                        words = f"{100 * gain.points['mean']:+.1f}{'*' if gain.certain else ''}"
+                        axis.text(x, y, words, ha="center", va="center", fontsize=7, color="white" if dark else "black")
+            label(axis, f"{method}, rank {rank}, {cue}", "rules", "conflict")
+    color_bar(figure, axes, image, f"points over the constant gate (* corrected p < {CERTAIN:g})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,146 @@
+"""The map of conflict: tasks that disagree as much as they say, planted gains found again, rates searched once."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from peft import get_peft_model
+
+import monkeyjump as mj
+from monkeyjump import methods as presets
+from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.metrics import holm
+from monkeyjump.experiments import conflict
+from monkeyjump.experiments.comparison import Cell, Comparison
+from monkeyjump.experiments.conflict_tasks import ANSWERS, CUES, Setting, rows_of, write_tasks
+from monkeyjump.models import load_model
+from monkeyjump.tasks import load_examples
+from monkeyjump.tasks.task_file import load_task_file
+from monkeyjump.training.recipe import Recipe, overridden
+from tests.experiments.test_compare import FakeRuns, fakes
+from tests.tiny_folder import save_tiny_model
+
+__all__ = ["fakes"]
+
+
+@pytest.mark.parametrize("conflict", [0, 0.5, 0.75, 1])
+def test_rules_disagree_on_the_share_of_sentences_that_the_dial_says(conflict: float) -> None:
+    setting = Setting(conflict, 8, 1, "given")
+    answers = [[answer for _, answer in rows_of(setting, rule, "train")] for rule in range(8)]
+    for a, b in combinations(range(8), 2):
+        apart = sum(x != y for x, y in zip(answers[a], answers[b], strict=True)) / len(answers[a])
+        assert apart == (conflict if setting.disputed and (a - b) % setting.disputed else 0)
+    assert all(answers[0].count(answer) == len(answers[0]) / 4 for answer in ANSWERS)
+
+
+def test_the_cue_alone_tells_the_rule() -> None:
+    for cue in CUES:
+        texts = [[text for text, _ in rows_of(Setting(1, 32, 1, cue), rule, "train")] for rule in range(32)]
+        assert all(not set(a) & set(b) for a, b in combinations(texts, 2)), cue
+    given = [[text for text, _ in rows_of(Setting(1, 4, 1, "given"), rule, "test")] for rule in range(4)]
+    sentences = [[text.split(". ", 1)[1] for text in some] for some in given]
+    assert sentences[0] == sentences[1] == sentences[3]
+
+
+@pytest.mark.parametrize("cue", CUES)
+def test_train_and_test_share_no_word_of_a_sentence(cue: str) -> None:
+    words = {}
+    for split in ("train", "test"):
+        rows = [text for rule in range(8) for text, _ in rows_of(Setting(1, 8, 1, cue), rule, split)]
+        found = [text[text.index("The ") :].split(".")[0].split() for text in rows]
+        words[split] = {word for sentence in found for word in (sentence[1], sentence[4], sentence[6])}
+        assert len(set(rows)) == len(rows) or split == "train"
+    assert len(words["test"]) > 20 or cue == "domain"
+    assert not words["train"] & words["test"]
+
+
+def test_the_files_are_tasks_like_a_users_own(tmp_path: Path) -> None:
+    setting = Setting(0.5, 2, 4, "wording")
+    task = load_task_file(write_tasks(setting, tmp_path)[1])
+    found = [(example.question, example.options[example.label]) for example in load_examples(task, "test")]
+    assert found == list(rows_of(setting, 1, "test"))
+    assert task.name == "rule-01"
+
+
+def test_mistakes_are_named_all_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"conflict=0.25 must be(.|\n)*rules=99(.|\n)*rank=0(.|\n)*cue='gvien'"):
+        Setting(0.25, 99, 0, "gvien")
+    assert main(["study", "conflict", "--rules", "two"]) == 2
+    assert main(["study", "conflict", "--methods", "papr"]) == 2
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+def test_what_has_centres_has_the_strength_of_the_constant_gate(rank: int) -> None:
+    setting, configs = Setting(1, 8, rank, "given"), {}
+    for method in [*conflict.REFERENCES, *conflict.ROUTED, *conflict.MIXTURES]:
+        recipe = overridden(Recipe(), [*conflict.RECIPE, *conflict._settings(method, setting, "")])
+        configs[method] = presets.build(recipe.method, recipe.preset, **recipe.adapter)
+    assert {config.r for config in configs.values()} == {rank}
+    assert {configs[name].mean_gate for name in ("centred", "ranks", "sequence")} == {conflict.GATE}
+    assert configs["ranks"].top_k == {1: 2, 8: 12}[rank]
+
+
+def test_holm_corrects_as_in_a_worked_example() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    found = holm([float("nan"), 0.02])
+    assert found[0] != found[0]
+    assert found[1] == 0.02  # what was not tested does not count
+
+
+def test_a_planted_gain_is_found_where_it_was_planted() -> None:
+    """20 seeds with noise of a point: five points are certain, a tenth of a point is not."""
+    places, seeds, gain = [Setting(c, 8, 1, "given") for c in (0, 1)], list(range(20)), {0: 0.001, 1: 0.05}
+    recipes = {conflict._label(m, p): Recipe() for p in places for m in conflict._names(["paper", "moelora"])}
+    grid = Comparison(Recipe(), recipes, seeds, {name: [1e-3] for name in recipes})
+    for place in places:
+        for method in conflict._names(["paper", "moelora"]):
+            for seed in seeds:
+                noise = 0.01 * ((seed * (7 if method == "paper" else 3)) % 5 - 2)
+                points = 0.6 + noise + (gain[int(place.conflict)] if method == "paper" else 0)
+                metrics = {"mean": points, "mean_nll": 1 - points, "trainable": 1}
+                grid.final.append(Cell(conflict._label(method, place), 1e-3, seed, metrics))
+    found = conflict.Map(places, ["paper", "moelora"], Recipe(), grid)
+    certain = {(gain.setting.conflict, gain.method, gain.reference) for gain in found.gains() if gain.certain}
+    assert certain == {(1, "paper", "constant gate"), (1, "paper", "lora")}
+    assert {gain.reference for gain in found.gains()} == {"constant gate", "lora", "lora for moelora"}
+    assert all(gain.nll["mean"] == pytest.approx(-gain.points["mean"]) for gain in found.gains())
+    rows = conflict.map_table(found).rows
+    assert [row[4] for row in rows] == ["paper", "paper"]
+    assert [isinstance(row[5], conflict.Bold) for row in rows] == [False, True]
+
+
+def test_a_map_searches_rates_once_and_ends_in_a_table_a_record_and_a_picture(
+    fakes: FakeRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_model(tmp_path / "tiny")
+    words = ["study", "conflict", f"model={model}", "--conflict", "0,1", "--rules", "2,3", "--ranks", "1"]
+    words += ["--methods", "paper,ranks,moelora", "--seeds", "2", "--lrs", "1e-3,2e-3,4e-3"]
+    words += ["--output", str(tmp_path / "out"), "--jobs", "1"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    table = said[said.index("Best of 3") :].replace(str(tmp_path), "")
+    assert max(map(len, table.splitlines())) <= 80
+    assert len([ask for ask in fakes.asked if not ask[3]]) == 6 * 3  # three methods and three that stand beside them
+    assert {ask[1] for ask in fakes.asked if ask[3]} == {2e-3}
+    assert len([ask for ask in fakes.asked if ask[3]]) == 6 * (4 * 2 - 1)  # the search trained one of each
+    record = json.loads((tmp_path / "out" / "conflict.json").read_text())
+    assert len(record["metrics"]["gains"]) == 4 * 3 * 2
+    one, larger = sorted({settings["r"] for settings in fakes.settings})
+    assert one == 1
+    size = {
+        (name, rank): mj.count_parameters(
+            get_peft_model(load_model(str(model))[0], presets.build(name, "mj_paper", r=rank))
+        )
+        for name, rank in (("lora", larger - 1), ("moelora", 1), ("lora", larger))
+    }
+    assert size["lora", larger - 1].trainable < size["moelora", 1].trainable <= size["lora", larger].trainable
+    assert (tmp_path / "out" / "conflict.png").stat().st_size > 5000
+    assert (tmp_path / "out" / "conflict.csv").read_text().startswith("cue,conflict,rules,rank,method,reference,points")
+    made = len(fakes.asked)
+    assert main(words) == 0
+    assert len(fakes.asked) == made
