@@ -75,7 +75,9 @@ class FakeRuns:
     def report(self, recipe: Recipe) -> Any:
         skill = {"lora": 0.6, "mjlora": 0.7}.get(recipe.method, 0.5) + 0.01 * recipe.seed
         rows = [
-            SimpleNamespace(task=task, family=family, adapter=skill + bonus, base=0.4, n=10, adapter_nll=1 - skill)
+            SimpleNamespace(
+                task=task, family=family, adapter=skill + bonus, base=0.4, majority=0.3, n=10, adapter_nll=1 - skill
+            )
             for task, family, bonus in (("sst2", "glue", 0.0), ("boolq", "commonsense", 0.1))
         ]
         return SimpleNamespace(mean=skill + 0.05, rows=rows, overall=SimpleNamespace(adapter_nll=1 - skill))
@@ -182,7 +184,7 @@ def test_a_record_from_before_a_setting_existed_is_not_made_again(fakes: FakeRun
 
 
 def test_controls_stand_beside_a_routed_method_with_its_mean_gate(fakes: FakeRuns, tmp_path: Path) -> None:
-    assert with_controls(["lora", "mjlora"]) == ["lora", "mjlora", "mjlora_uniform", "mjlora_random"]
+    assert with_controls(["lora", "mjlora"]) == ["lora", "mjlora", "mjlora_uniform", "mjlora_random", "mjlora_oracle"]
     assert with_controls(["lora"]) == ["lora"]
     compare(load_recipe("quickstart"), ["lora", "mjlora"], [0], [2e-3], tmp_path)
     assert fakes.gates == [0.25]
@@ -228,7 +230,7 @@ def test_compare_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     for part in ("lora", "mjlora_uniform", "trainable", "Difference to lora", "compare.json"):
         assert part in text
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert record["metrics"]["methods"] == ["lora", "mjlora", "mjlora_uniform", "mjlora_random"]
+    assert record["metrics"]["methods"] == ["lora", "mjlora", "mjlora_uniform", "mjlora_random", "mjlora_oracle"]
     assert record["metrics"]["costs"]["mjlora"]["trainable"] == record["metrics"]["costs"]["lora"]["trainable"]
 
 

@@ -77,14 +77,14 @@ def both(output: Path, jobs: int, **options: Any) -> Comparison:
 def test_side_by_side_is_one_after_another(fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path) -> None:
     one, two = both(tmp_path / "one", jobs=1), both(tmp_path / "two", jobs=2)
     assert (one.searched, one.final) == (two.searched, two.final)
-    assert len(workers.made) == one.total == 16
+    assert len(workers.made) == one.total == 20
     assert fakes.gates == [0.25] * 6  # the control has waited for the gates of its method
     by_worker = {number: [name.split("-")[0] for at, name in workers.made if at == number] for number in (0, 1)}
     changes = [sum(a != b for a, b in pairwise(names)) for names in by_worker.values()]
-    assert changes == [1, 1]  # a worker stays at its method
+    assert changes == [2, 2]  # a worker stays at its method: five of them, one is shared at the end
     assert not workers.alive
     both(tmp_path / "one", jobs=2)
-    assert len(workers.made) == 16  # all of it was there
+    assert len(workers.made) == 20  # all of it was there
 
 
 def test_what_fails_is_named_and_the_others_go_on(

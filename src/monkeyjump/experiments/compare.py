@@ -78,10 +78,11 @@ def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1) -> Compa
 
 
 def with_controls(methods: Sequence[str]) -> list[str]:
-    """The methods with what must stand beside a routed one: the same gate held constant, and random centres."""
+    """The methods with what must stand beside a routed one: a constant gate, random centres, and the task oracle."""
     chosen = list(dict.fromkeys(methods))
     if "mjlora" in chosen:
-        chosen += [control for control in ("mjlora_uniform", "mjlora_random") if control not in chosen]
+        beside = ("mjlora_uniform", "mjlora_random", "mjlora_oracle")
+        chosen += [control for control in beside if control not in chosen]
     return chosen
 
 
@@ -163,6 +164,7 @@ def _test_metrics(report: EvaluationReport) -> dict[str, Any]:
         "mean": report.mean,
         "tasks": {row.task: row.adapter for row in report.rows},
         "base": {row.task: row.base for row in report.rows},
+        "majority": {row.task: row.majority for row in report.rows},
         "families": {row.task: row.family for row in report.rows},
         "rows": {row.task: row.n for row in report.rows},
         "nll": {row.task: row.adapter_nll for row in report.rows},

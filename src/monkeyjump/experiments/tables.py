@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from monkeyjump.evaluation.metrics import PairedDifference
+from monkeyjump.evaluation.metrics import PairedDifference, holm
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.record import RunRecord, numbered, read_record, write_atomic, write_record
 from monkeyjump.tables import Bold, Table, csv_text
 
-SIDE_BY_SIDE = 4  # methods that fit beside the task names on 80 columns
+SIDE_BY_SIDE = 4  # columns that fit beside the task names on 80 columns
 
 
 def spread(values: list[float]) -> float:
@@ -30,26 +30,44 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, dict[str, list[fl
     return rows
 
 
+UNTRAINED = {"majority": "majority", "base": "zero-shot"}  # of the cells' metrics: what needs no training
+
+
 def comparison_tables(comparison: Comparison) -> list[Table]:
     """The metrics with the best method of each task in bold, the costs, and the differences paired by seed."""
-    methods = comparison.methods
-    groups = [methods[start : start + SIDE_BY_SIDE] for start in range(0, len(methods), SIDE_BY_SIDE)]
+    columns = [*UNTRAINED.values(), *comparison.methods]
+    groups = [columns[start : start + SIDE_BY_SIDE] for start in range(0, len(columns), SIDE_BY_SIDE)]
     metrics = [_metrics_table(comparison, group) for group in groups]
     return [*metrics, _costs_table(comparison), _differences_table(comparison)]
 
 
-def _metrics_table(comparison: Comparison, methods: list[str]) -> Table:
+def _metrics_table(comparison: Comparison, columns: list[str]) -> Table:
     rows = []
+    untrained = {name: _untrained(comparison, kind) for kind, name in UNTRAINED.items()}
     for label, values in comparison_rows(comparison):
-        best = max(fmean(values[m]) for m in comparison.methods)
-        cells = []
-        for method in methods:
-            mean = fmean(values[method])
-            text = f"{100 * mean:.1f} ±{100 * spread(values[method]):.1f}"
+        best, cells = max(fmean(values[m]) for m in comparison.methods), []
+        for column in columns:
+            if column in untrained:
+                cells.append(untrained[column].get(label, ""))
+                continue
+            mean = fmean(values[column])
+            text = f"{100 * mean:.1f} ±{100 * spread(values[column]):.1f}"
             cells.append(Bold(text) if mean == best else text)
         rows.append([label, *cells])
     title = f"Test metric x 100, mean ± sd over {len(comparison.seeds)} seeds; best in bold"
-    return Table(title, ["task", *methods], rows)
+    return Table(title, ["task", *columns], rows)
+
+
+def _untrained(comparison: Comparison, kind: str) -> dict[str, str]:
+    """What each task, family and the mean reach without training; a mean where all of its tasks have one."""
+    found = comparison.final[0].metrics.get(kind) or {}
+    means = {f"{family} mean": tasks for family, tasks in comparison.families().items()} | {"mean": comparison.tasks()}
+    values = found | {
+        name: fmean(found[task] for task in tasks)
+        for name, tasks in means.items()
+        if all(found.get(task) is not None for task in tasks)
+    }
+    return {name: f"{100 * value:.1f}" for name, value in values.items() if value is not None}
 
 
 def _costs_table(comparison: Comparison) -> Table:
@@ -72,17 +90,19 @@ def _costs_table(comparison: Comparison) -> Table:
 
 
 def _differences_table(comparison: Comparison) -> Table:
-    reference, rows = comparison.methods[0], []
-    nlls = comparison.differences(reference, "mean_nll")
-    for method, found in comparison.differences(reference).items():
-        cells = [*_difference(found, 100), *(_difference(nlls[method], 1000) if method in nlls else [""] * 3)]
-        rows.append([method, *cells])
-    title = f"Difference to {reference} in the mean of all tasks, paired by seed"
-    return Table(title, ["method", "points", "s.e.", "p", "NLL x 1000", "s.e.", "p"], rows)
+    reference = comparison.methods[0]
+    rows = {method: [method] for method in comparison.methods[1:]}
+    for measure, scale in (("mean", 100), ("mean_nll", 1000)):
+        found = comparison.differences(reference, measure)
+        corrected = holm([difference.p_value for difference in found.values()])
+        cells = {m: _difference(d, p, scale) for (m, d), p in zip(found.items(), corrected, strict=True)}
+        rows = {method: [*row, *cells.get(method, [""] * 3)] for method, row in rows.items()}
+    title = f"Difference to {reference} in the mean of all tasks, paired by seed; p corrected for {len(rows)} methods"
+    return Table(title, ["method", "points", "s.e.", "p", "NLL x 1000", "s.e.", "p"], list(rows.values()))
 
 
-def _difference(found: PairedDifference, scale: float) -> list[str]:
-    more = [f"{scale * found.standard_error:.2f}", f"{found.p_value:.2f}"] if found.n > 1 else ["", ""]
+def _difference(found: PairedDifference, p: float, scale: float) -> list[str]:
+    more = [f"{scale * found.standard_error:.2f}", f"{p:.3f}"] if found.n > 1 else ["", ""]
     return [f"{scale * found.mean:+.2f}", *more]
 
 
@@ -117,7 +137,7 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
             ],
             "results": dict(rows),
             "nll": {method: comparison.measured(method, "mean_nll") for method in comparison.methods},
-            "base": comparison.final[0].metrics.get("base"),
+            **{kind: comparison.final[0].metrics.get(kind) for kind in UNTRAINED},
             "test_rows": comparison.final[0].metrics.get("rows"),
             "costs": {method: costs(comparison, method) for method in comparison.methods},
             "differences": {
