@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from monkeyjump.analysis.style import COLORS, GREY, label, name_ticks, new_figure
+from monkeyjump.evaluation.metrics import paired_difference
 from monkeyjump.experiments.comparison import Comparison
-from monkeyjump.experiments.study import PLAIN, Study
+from monkeyjump.experiments.study import PLAIN, Study, expected
 from monkeyjump.experiments.tables import spread, stem_of
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
@@ -30,6 +31,7 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 "variant": variant,
                 "lr": comparison.best_lr(variant),
                 "mean": fmean(values),
+                "values": values,
                 "sd": spread(values),
                 "nll": fmean(nll) if nll else None,
                 "difference": asdict(points[variant]) if variant in points else None,
@@ -50,6 +52,25 @@ def study_table(study: Study, comparison: Comparison) -> Table:
         rows.append([row["variant"], f"{row['lr']:g}", mean, against[0], nll, against[1], str(row["diverged"] or "")])
     title = f"{study.title} ({len(comparison.seeds)} seeds; differences to {comparison.methods[0]}, ± s.e.)"
     return Table(title, ["variant", "lr", "mean", "diff", "NLL", "x 1000", "failed"], rows)
+
+
+EQUAL = 0.005  # a difference that counts as none: half a point
+
+
+def verdicts(study: Study, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What became of each expectation: `holds`, `does not` or `undecided`, with the difference and its interval."""
+    values, found = {row["variant"]: row["values"] for row in rows}, []
+    for left, sign, right in filter(None, map(expected, study.expect)):
+        difference = paired_difference(values[left], values[right])
+        low, high = difference.interval.low, difference.interval.high
+        if sign == ">":
+            holds, fails = low > 0, high < 0
+        else:
+            holds, fails = low > -EQUAL and high < EQUAL, low > EQUAL or high < -EQUAL
+        verdict = "holds" if holds else "does not hold" if fails else "undecided"
+        interval = f" [{100 * low:+.1f}, {100 * high:+.1f}]" if difference.n > 1 else ""
+        found.append((f"{left} {sign} {right}: {100 * difference.mean:+.1f}{interval}", verdict))
+    return found
 
 
 def _signed(difference: dict[str, Any] | None, scale: float) -> str:

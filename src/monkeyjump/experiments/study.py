@@ -38,6 +38,7 @@ class Study(Section):
     title: str = Field(description="the question, in a line")
     section: str = Field("", description="where the paper asks it")
     claim: str = Field("", description="what the paper found")
+    expect: list[str] = Field([], description="the claim as pairs of variants: `a > b`, or `a ~ b` for no difference")
     method: str = Field("mjlora", description="what is varied")
     settings: list[str] = Field([], description="key=value, for all variants")
     vary: str = Field("", description="the key that has each of the values")
@@ -126,9 +127,22 @@ def _problems(study: Study) -> list[str]:
         found.append("a study needs `vary` with `values`, or `variants`: it compares nothing.")
     elif study.reference and study.reference not in (known := variants_of(study.model_copy(update={"reference": ""}))):
         found.append(f"reference={study.reference!r} is none of the variants ({', '.join(known)}).")
+    if not found:
+        there = [*variants_of(study), *([PLAIN] if study.control else [])]
+        found += [
+            f"expect: {words!r} must be `a > b` or `a ~ b` with variants ({', '.join(there)})."
+            for words in study.expect
+            if (pair := expected(words)) is None or not {pair[0], pair[2]} <= {*there}
+        ]
     if study.control and study.method != "mjlora":
         found.append(f"control: true needs method='mjlora', which has one, not method={study.method!r}: write false.")
     return found
+
+
+def expected(words: str) -> tuple[str, str, str] | None:
+    """The two variants of an expectation with what is between them, `>` or `~`."""
+    parts = re.fullmatch(r"(.+) ([>~]) (.+)", words)
+    return (parts[1], parts[2], parts[3]) if parts else None
 
 
 def _label(value: Any) -> str:

@@ -1,0 +1,148 @@
+"""The tables of docs/results.md, from records: `python -m monkeyjump.experiments.results docs/results.md RECORDS`.
+
+A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
+KIND is `methods` or `tasks` of a comparison, `study`, `map`, or `claims`, which has no name: every claim of the paper
+that a study tests, and what became of it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.metrics import holm, paired_difference
+from monkeyjump.experiments.ablate import verdicts
+from monkeyjump.experiments.study import Study, load_study, names
+from monkeyjump.experiments.tables import spread
+from monkeyjump.record import read_record, write_atomic
+from monkeyjump.tables import Table
+
+BLOCK = re.compile(r"(<!-- table: (\w+) ?([\w.-]*) -->\n)(?:.+\n)*")
+
+
+def rendered(text: str, records: Path) -> str:
+    """The page with every table made anew."""
+
+    def made(block: re.Match[str]) -> str:
+        head, kind, name = block.groups()
+        if kind not in TABLES:
+            raise ConfigError(f"table: {kind} is not known: choose among {', '.join(TABLES)}.")
+        return f"{head}{TABLES[kind](records, name).markdown()}\n"
+
+    return BLOCK.sub(made, text)
+
+
+def _metrics(records: Path, name: str) -> dict[str, Any]:
+    return read_record(records / f"{name}.json").metrics
+
+
+def _percent(values: list[float]) -> str:
+    return f"{100 * fmean(values):.1f}" + (f" ± {100 * spread(values):.1f}" if len(values) > 1 else "")
+
+
+def _against(values: list[float], base: list[float], p: float, scale: float = 100) -> str:
+    found = paired_difference(values, base)
+    if found.n < 2:
+        return f"{scale * found.mean:+.1f}"
+    low, high = scale * found.interval.low, scale * found.interval.high
+    return f"{scale * found.mean:+.2f} [{low:+.2f}, {high:+.2f}], p {p:.3f}"
+
+
+def _methods(records: Path, name: str) -> Table:
+    """A line for each method: mean, difference to the first with interval and corrected p, rate, size."""
+    metrics = _metrics(records, name)
+    methods, means = metrics["methods"], metrics["results"]["mean"]
+    base = means[methods[0]]
+    others = methods[1:]
+    p_values = holm([paired_difference(means[method], base).p_value for method in others])
+    corrected = dict(zip(others, p_values, strict=True))
+    rows = [["zero-shot", "", "", _percent([fmean(metrics["base"].values())]), ""]] if _scored(metrics) else []
+    for method in methods:
+        against = _against(means[method], base, corrected[method]) if method in corrected else ""
+        cost = metrics["costs"][method]
+        rows.append([method, f"{cost['lr']:g}", f"{cost['trainable']:,}", _percent(means[method]), against])
+    return Table("", ["method", "lr", "trainable", "mean", f"less {methods[0]}"], rows)
+
+
+def _scored(metrics: dict[str, Any]) -> bool:
+    return all(value is not None for value in (metrics.get("base") or {"": None}).values())
+
+
+def _tasks(records: Path, name: str) -> Table:
+    """A line for each method, a column for each task, in per cent."""
+    metrics = _metrics(records, name)
+    tasks = [task for task in metrics["results"] if not task.endswith("mean")]
+    rows = [
+        [label, *("" if found.get(task) is None else f"{100 * found[task]:.1f}" for task in tasks)]
+        for label, found in (("majority", metrics.get("majority")), ("zero-shot", metrics.get("base")))
+        if found and any(value is not None for value in found.values())
+    ]
+    for method in metrics["methods"]:
+        rows.append([method, *(f"{100 * fmean(metrics['results'][task][method]):.1f}" for task in tasks)])
+    return Table("", ["", *tasks], rows)
+
+
+def _study(records: Path, name: str) -> Table:
+    """A line for each variant: mean, difference to the reference with interval and corrected p, NLL, failures."""
+    found = _metrics(records, name)["rows"]
+    reference = found[0]
+    p_values = holm([paired_difference(row["values"], reference["values"]).p_value for row in found[1:]])
+    rows = []
+    for row, p in zip(found, [None, *p_values], strict=True):
+        against = "" if p is None else _against(row["values"], reference["values"], p)
+        nll = "" if row["nll"] is None else f"{row['nll']:.3f}"
+        rows.append([row["variant"], f"{row['lr']:g}", _percent(row["values"]), against, nll, str(row["diverged"])])
+    return Table("", ["variant", "lr", "mean", f"less {reference['variant']}", "NLL", "failed"], rows)
+
+
+def _map(records: Path, name: str) -> Table:
+    """The gains over the constant gate in points, a line for each place and a column for each method."""
+    metrics, rows = _metrics(records, name), []
+    gains = [gain for gain in metrics["gains"] if gain["reference"] == "constant gate"]
+    for place in metrics["places"]:
+        here = {gain["method"]: gain for gain in gains if gain["setting"] == place}
+        cells = []
+        for method in metrics["methods"]:
+            error = here[method]["points"]["standard_error"]
+            text = f"{100 * here[method]['points']['mean']:+.1f}" + (f" ± {100 * error:.1f}" if error else "")
+            certain = here[method]["corrected"] is not None and here[method]["corrected"] < 0.01
+            cells.append(f"{text} *" if certain else text)
+        words = [place["cue"], f"{place['conflict']:g}", str(place["rules"]), str(place["rank"])]
+        rows.append([*words, *cells])
+    return Table("", ["cue", "conflict", "rules", "rank", *metrics["methods"]], rows)
+
+
+def _claims(records: Path, name: str) -> Table:
+    """Every claim that a study tests; `study-NAME.json` is its record."""
+    rows = []
+    for study_name in names():
+        study, record = load_study(study_name), records / f"study-{study_name}.json"
+        if not study.claim:
+            continue
+        if record.is_file():
+            metrics = read_record(record).metrics
+            done = verdicts(Study(**metrics["study"]), metrics["rows"])
+            rows += [[study.title, study.claim, words, verdict] for words, verdict in done]
+        else:
+            rows.append([study.title, study.claim, "", "not run"])
+    return Table("", ["study", "the paper", "here, points with 95 % interval", "verdict"], rows, left=4)
+
+
+TABLES = {"methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "claims": _claims}
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print("usage: python -m monkeyjump.experiments.results docs/results.md benchmarks/results", file=sys.stderr)
+        return 2
+    page, records = map(Path, sys.argv[1:])
+    write_atomic(page, rendered(page.read_text(encoding="utf-8"), records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""docs/results.md: its tables are those of the records, and a verdict follows from the numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.experiments.ablate import verdicts
+from monkeyjump.experiments.results import BLOCK, rendered
+from monkeyjump.experiments.study import Study
+
+ROOT = Path(__file__).parents[2]
+PAGE, RECORDS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
+
+
+def test_the_tables_of_the_page_are_those_of_the_records() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(BLOCK.findall(text)) >= 5
+    assert rendered(text, RECORDS) == text, (
+        "run: python -m monkeyjump.experiments.results docs/results.md benchmarks/results"
+    )
+
+
+def test_another_record_is_another_page(tmp_path: Path) -> None:
+    name = "compare-text14-smollm2-135m-h200.json"
+    for path in RECORDS.glob("compare-*.json"):
+        shutil.copy(path, tmp_path)
+    record = json.loads((tmp_path / name).read_text())
+    record["metrics"]["results"]["mean"]["lora"][0] += 0.03
+    (tmp_path / name).write_text(json.dumps(record))
+    changed = rendered(PAGE.read_text(encoding="utf-8"), tmp_path)
+    assert "| lora | 0.008 | 357,120 | 48.1 ± 2.0 |" in changed
+
+
+def test_a_kind_of_table_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match="table: metods is not known: choose among methods, tasks"):
+        rendered("<!-- table: metods x -->\n", RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("expectation", "difference", "noise", "verdict"),
+    [
+        ("a > b", 0.02, 0.002, "holds"),
+        ("a > b", -0.02, 0.002, "does not hold"),
+        ("a > b", 0.001, 0.01, "undecided"),
+        ("a ~ b", 0.001, 0.001, "holds"),
+        ("a ~ b", 0.02, 0.002, "does not hold"),
+        ("a ~ b", 0.0, 0.01, "undecided"),
+    ],
+)
+def test_verdicts_follow_from_intervals(expectation: str, difference: float, noise: float, verdict: str) -> None:
+    study = Study(title="x", variants={"a": [], "b": []}, expect=[expectation])
+    b = [0.5, 0.52, 0.48, 0.51]
+    a = [value + difference + noise * sign for value, sign in zip(b, (1, -1, 1, -1), strict=True)]
+    (found,) = verdicts(study, [{"variant": "a", "values": a}, {"variant": "b", "values": b}])
+    assert found[1] == verdict
+    assert found[0].startswith(f"{expectation}: {100 * difference:+.1f} [")
