@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import get_peft_model
@@ -17,6 +18,7 @@ from monkeyjump.evaluation.metrics import holm
 from monkeyjump.experiments import conflict
 from monkeyjump.experiments.comparison import Cell, Comparison
 from monkeyjump.experiments.conflict_tasks import ANSWERS, CUES, Setting, rows_of, write_tasks
+from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.models import load_model
 from monkeyjump.tasks import load_examples
 from monkeyjump.tasks.task_file import load_task_file
@@ -104,19 +106,27 @@ def test_a_planted_gain_is_found_where_it_was_planted() -> None:
                 points = 0.6 + noise + (gain[int(place.conflict)] if method == "paper" else 0)
                 metrics = {"mean": points, "mean_nll": 1 - points, "trainable": 1}
                 grid.final.append(Cell(conflict._label(method, place), 1e-3, seed, metrics))
-    found = conflict.Map(places, ["paper", "moelora"], Recipe(), grid)
+    before = {place.data: {"agreement": 1.0, "bits": 0.0} for place in places}
+    found = conflict.Map(places, ["paper", "moelora"], Recipe(), grid, before)
     certain = {(gain.setting.conflict, gain.method, gain.reference) for gain in found.gains() if gain.certain}
     assert certain == {(1, "paper", "constant gate"), (1, "paper", "lora")}
     assert {gain.reference for gain in found.gains()} == {"constant gate", "lora", "lora for moelora"}
     assert all(gain.nll["mean"] == pytest.approx(-gain.points["mean"]) for gain in found.gains())
     rows = conflict.map_table(found).rows
-    assert [row[4] for row in rows] == ["paper", "paper"]
-    assert [isinstance(row[5], conflict.Bold) for row in rows] == [False, True]
+    assert [row[1] for row in rows] == ["paper", "paper"]
+    assert [isinstance(row[2], conflict.Bold) for row in rows] == [False, True]
 
 
 def test_a_map_searches_rates_once_and_ends_in_a_table_a_record_and_a_picture(
-    fakes: FakeRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fakes: FakeRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen = []
+
+    def before_training(recipe: Recipe, **_: Any) -> Forecast:
+        seen.append(recipe)
+        return Forecast(["a", "b"], [[1.0, 0.5], [0.5, 1.0]], 0, 0)
+
+    monkeypatch.setattr(conflict, "forecast", before_training)
     model = save_tiny_model(tmp_path / "tiny")
     words = ["study", "conflict", f"model={model}", "--conflict", "0,1", "--rules", "2,3", "--ranks", "1"]
     words += ["--methods", "paper,ranks,moelora", "--seeds", "2", "--lrs", "1e-3,2e-3,4e-3"]
@@ -141,6 +151,8 @@ def test_a_map_searches_rates_once_and_ends_in_a_table_a_record_and_a_picture(
     assert size["lora", larger - 1].trainable < size["moelora", 1].trainable <= size["lora", larger].trainable
     assert (tmp_path / "out" / "conflict.png").stat().st_size > 5000
     assert (tmp_path / "out" / "conflict.csv").read_text().startswith("cue,conflict,rules,rank,method,reference,points")
+    assert [forecast["agreement"] for forecast in record["metrics"]["forecasts"].values()] == [0.5] * 4
+    assert all(recipe.adapter["route_space"] == "centered" and recipe.method == "mjlora" for recipe in seen)
     made = len(fakes.asked)
     assert main(words) == 0
     assert len(fakes.asked) == made

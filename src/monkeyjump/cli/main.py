@@ -18,6 +18,7 @@ VERBS = {
     "inspect": "draw what an adapter routes where, or two beside each other",
     "explore": "open a page that shows where the tokens of a prompt go",
     "ablate": "run the studies of the paper: one thing varied, everything else the same",
+    "forecast": "say before training whether tasks oppose each other",
     "study": "map where routing helps, over tasks whose conflict is a dial",
     "bench": "measure speed and memory",
     "tasks": "list the tasks and the state of their data",

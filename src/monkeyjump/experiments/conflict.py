@@ -21,6 +21,7 @@ from monkeyjump.evaluation.metrics import holm, paired_difference
 from monkeyjump.experiments.compare import run_grid
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.experiments.conflict_tasks import Setting, write_tasks
+from monkeyjump.experiments.forecast import forecast
 from monkeyjump.experiments.tables import spread, stem_of
 from monkeyjump.models import resolve
 from monkeyjump.record import RunRecord, write_atomic, write_record
@@ -45,6 +46,7 @@ ROUTED: dict[str, tuple[str, ...]] = {
 MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
 CONSTANT, LORA = "constant gate", "lora"
 REFERENCES = {CONSTANT: ("method=mjlora_uniform", f"adapter.uniform_gate={GATE}"), LORA: ("method=lora",)}
+FORECAST_ROWS = 128  # of each rule
 CERTAIN = 0.01  # the corrected p-value below which a gain is marked
 
 
@@ -72,6 +74,7 @@ class Map:
     methods: list[str]
     recipe: Recipe
     grid: Comparison
+    forecasts: dict[str, dict[str, Any]]  # by the name of the tasks
 
     def gains(self) -> list[Gain]:
         found: list[Gain] = []
@@ -145,7 +148,14 @@ def run_map(
                 same = [_label(method, setting) for setting in settings if setting.rank == rank]
                 rates |= {other: [search.best_lr(name)] for other in same}
     grid = Comparison(base, recipes, list(seeds), rates, folders=folders)
-    return Map(list(settings), methods, base, run_grid(grid, output, jobs))
+    run_grid(grid, output, jobs)
+    forecasts = {}
+    for setting in settings:  # the first of each data set
+        if setting.data not in forecasts:
+            recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("centred", setting, base.model))
+            recipe.adapter.pop("uniform_gate", None)
+            forecasts[setting.data] = forecast(recipe, rows=FORECAST_ROWS, shared=grid.shared).to_dict()
+    return Map(list(settings), methods, base, grid, forecasts)
 
 
 def _middle(settings: list[Setting]) -> Setting:
@@ -199,10 +209,12 @@ def map_table(found: Map) -> Table:
         here = [gain for gain in gains if gain.setting == setting]
         best = max((g for g in here if g.reference == CONSTANT), key=lambda gain: gain.points["mean"])
         other = next(gain for gain in here if gain.method == best.method and gain.reference != CONSTANT)
-        place = [setting.cue, f"{setting.conflict:g}", str(setting.rules), str(setting.rank)]
-        rows.append([*place, best.method, *(_shown(gain) for gain in (best, other))])
+        before = [
+            f"{found.forecasts[setting.data][name]:{form}}" for name, form in (("agreement", "+.2f"), ("bits", ".3f"))
+        ]
+        rows.append([str(setting), best.method, *(_shown(gain) for gain in (best, other)), *before])
     title = f"Best of {len(found.methods)} methods, points ± s.e. over {len(found.grid.seeds)} seeds"
-    columns = ["cue", "conflict", "rules", "rank", "best", "over constant", "over LoRA"]
+    columns = ["cue-rules-conflict-rank", "best", "over constant", "over LoRA", "agreement", "bits"]
     return Table(f"{title}; bold: corrected p < {CERTAIN:g}", columns, rows)
 
 
@@ -216,7 +228,13 @@ def save_map(found: Map, output: Path) -> list[Path]:
     """The record, the numbers and the picture."""
     gains = [asdict(gain) for gain in found.gains()]
     metrics = {"places": [asdict(setting) for setting in found.settings], "methods": found.methods}
-    metrics |= {"seeds": found.grid.seeds, "rates": found.grid.lrs, "rows": found.rows(), "gains": gains}
+    metrics |= {
+        "forecasts": found.forecasts,
+        "seeds": found.grid.seeds,
+        "rates": found.grid.lrs,
+        "rows": found.rows(),
+        "gains": gains,
+    }
     record = RunRecord(kind="study", name="conflict", config=found.recipe.to_dict(), metrics=metrics)
     stem = stem_of(output / "conflict", record, ("places", "methods", "seeds", "rates"))
     columns = ["cue", "conflict", "rules", "rank", "method", "reference"]

@@ -1,0 +1,135 @@
+"""Before training: do the tasks of a mixture pull the adapter in different directions, and do centres tell them apart?
+
+The gradient of an untrained adapter says mostly how answers are written, which is the same for all tasks. What a task
+asks for is in how its answers go with its inputs. So the gradient of the same rows with their answers passed around
+among them is taken off, and what is left of one task is compared with what is left of another. Each task is read in two
+halves: the agreement of its own halves is the most that noise leaves of the agreement with another task.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import Tensor, nn
+
+from monkeyjump import methods
+from monkeyjump.analysis.rows import Rows, measure_usage
+from monkeyjump.errors import ConfigError
+from monkeyjump.tables import Table
+from monkeyjump.tasks import Example, expand, load_examples
+from monkeyjump.tasks.collate import PaddingCollator
+from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.preflight import look_at
+from monkeyjump.training.data import encoding, training_data
+from monkeyjump.training.fast import FastSettings
+from monkeyjump.training.recipe import Recipe
+from monkeyjump.training.shared import Shared
+from monkeyjump.tuner.centers.calibrate import initialize_centers
+
+READ = ("input_ids", "attention_mask", "labels", "pixel_values", "image_sizes")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`cosines[a][b]`: the first half of task a with the second half of task b."""
+
+    tasks: list[str]
+    cosines: list[list[float]]
+    bits: float  # of task information in the choice of an expert, the mean over blocks; see `analysis.usage`
+    most_bits: float  # of the block that says most
+
+    @property
+    def within(self) -> float:
+        return fmean(self.cosines[task][task] for task in range(len(self.tasks)))
+
+    @property
+    def between(self) -> float:
+        count = range(len(self.tasks))
+        return fmean(self.cosines[a][b] for a in count for b in count if a != b)
+
+    @property
+    def agreement(self) -> float:
+        """1: all tasks ask for the same; 0: they have nothing to do with each other; below 0: they are opposed."""
+        return self.between / self.within if self.within > 0 else float("nan")
+
+    def table(self) -> Table:
+        count, rows = range(len(self.tasks)), []
+        for task in count:
+            others = {b: (self.cosines[task][b] + self.cosines[b][task]) / 2 for b in count if b != task}
+            least = min(others, key=others.__getitem__)
+            own = self.cosines[task][task]
+            cells = [f"{own:.2f}", f"{fmean(others.values()):+.2f}", f"{others[least]:+.2f} {self.tasks[least]}"]
+            rows.append([self.tasks[task], *cells])
+        return Table("Gradients before training", ["task", "own halves", "with others", "least with"], rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        summary = {name: getattr(self, name) for name in ("within", "between", "agreement", "bits", "most_bits")}
+        return {"tasks": self.tasks, "cosines": self.cosines, **summary}
+
+
+def forecast(recipe: Recipe, rows: int = 64, shared: Shared | None = None) -> Forecast:
+    """Read `rows` training rows of each task, and the centres that the recipe would start from."""
+    tasks = [task for task in expand(recipe.tasks, recipe.data.bad_media) if "train" not in task.absent]
+    if len(tasks) < 2:
+        raise ConfigError(f"tasks={recipe.tasks} is one task: a forecast compares at least two.", title="forecast")
+    look_at(tasks, recipe.data.folder)
+    shared = shared or Shared()
+    base, tokenizer = shared.take(recipe)
+    encoder = Encoder(tokenizer, {task.name: place for place, task in enumerate(tasks)}, **encoding(recipe))
+    rank = recipe.adapter.get("r", 2)
+    plain = get_peft_model(base, methods.build("lora", "mj_paper", r=rank, dropout=0.0))
+    halves = []
+    for task in tasks:
+        examples = load_examples(task, "train", recipe.data.folder, seed=recipe.seed)
+        drawn = random.Random(recipe.seed).sample(examples, min(rows, len(examples)))
+        for half in (drawn[::2], drawn[1::2]):
+            halves.append(_gradient(plain, encoder, half) - _gradient(plain, encoder, passed_around(half)))
+    both = nn.functional.normalize(torch.stack(halves), dim=1).view(len(tasks), 2, -1)
+    cosines = both[:, 0] @ both[:, 1].T
+    shared.give_back(plain, tokenizer)
+    bits = _bits(recipe, tasks, shared)
+    return Forecast([task.name for task in tasks], cosines.tolist(), fmean(bits), max(bits))
+
+
+def passed_around(examples: Sequence[Example]) -> list[Example]:
+    """The same rows, each with the answer of another."""
+    order = list(range(len(examples)))
+    random.Random(0).shuffle(order)
+    found = []
+    for place, example in enumerate(examples):
+        other = examples[order[(order.index(place) + 1) % len(order)]]
+        label = other.label % len(example.options) if example.options else other.label
+        found.append(
+            replace(example, label=label, free_answer=other.free_answer, answers=other.answers, score=other.score)
+        )
+    return found
+
+
+def _gradient(model: Any, encoder: Encoder, examples: list[Example]) -> Tensor:
+    """Of the mean loss of a row, over all trained weights, in fp32."""
+    model.zero_grad()
+    collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
+    for batch in Rows(encoder.encode_all(examples), collate):
+        inputs = {key: batch[key].to(model.device) for key in READ if key in batch}
+        (model(**inputs).loss * len(inputs["input_ids"])).backward()
+    found = [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
+    return torch.cat(found) / len(examples)
+
+
+def _bits(recipe: Recipe, tasks: list[Any], shared: Shared) -> list[float]:
+    """Bits of task information in every block, with the first centres and nothing trained."""
+    base, tokenizer = shared.take(recipe)
+    model = get_peft_model(base, methods.build(recipe.method, recipe.preset, **recipe.adapter))
+    calibration = training_data(recipe, tasks, tokenizer, FastSettings(False, False)).calibration
+    initialize_centers(model, calibration, seed=recipe.seed)
+    usage = measure_usage(model, tokenizer, tasks, recipe)
+    shared.give_back(model, tokenizer)
+    if usage is None:
+        raise ConfigError(f"method={recipe.method!r} has no centres to look at: choose mjlora.", title="forecast")
+    return [found.bits for found in usage.information.values()]

@@ -1,0 +1,66 @@
+"""What is said before training: tasks that ask for the same, and tasks that ask for the opposite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
+from monkeyjump.experiments.conflict_tasks import Setting, write_tasks
+from monkeyjump.experiments.forecast import Forecast, forecast, passed_around
+from monkeyjump.tasks import Example
+from monkeyjump.training.recipe import Recipe, overridden
+from tests.tiny_folder import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def of(setting: Setting, tiny: Path, folder: Path) -> Forecast:
+    recipe = overridden(Recipe(), [f"model={tiny}", "data.answer=text", "adapter.init_tokens=200", "data.cap=40"])
+    return forecast(recipe.model_copy(update={"tasks": write_tasks(setting, folder)}), rows=200)
+
+
+def test_rules_that_agree_and_rules_that_do_not(tiny: Path, tmp_path: Path) -> None:
+    """Two rules that swap all answers are opposed; the same rule under two cues agrees nearly with itself."""
+    same, opposed = (of(Setting(conflict, 2, 1, "given"), tiny, tmp_path) for conflict in (0, 1))
+    assert same.agreement > 0.5
+    assert opposed.agreement < 0.1
+    assert same.within == pytest.approx(opposed.within, abs=0.3)  # the measure of noise knows nothing of conflict
+    assert [row[0] for row in same.table().rows] == ["rule-00", "rule-01"]
+
+
+def test_every_answer_stays_and_goes_to_another_row() -> None:
+    examples = [Example(str(n), ("a", "b", "c", "d"), label=n % 4) for n in range(12)]
+    moved = passed_around(examples)
+    assert [one.question for one in moved] == [one.question for one in examples]
+    assert sorted(one.label for one in moved) == sorted(one.label for one in examples)
+    free = passed_around([Example(str(n), free_answer=str(n)) for n in range(5)])
+    assert all(one.free_answer != one.question for one in free)
+    assert sorted(one.free_answer for one in free) == ["0", "1", "2", "3", "4"]
+
+
+def test_agreement_is_measured_in_units_of_noise() -> None:
+    found = Forecast(["a", "b"], [[0.4, 0.2], [0.2, 0.4]], 0.0, 0.0)
+    assert (found.within, found.between, found.agreement) == pytest.approx((0.4, 0.2, 0.5))
+
+
+def test_the_verb(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [
+        "tasks=[opinion,shelf]",
+        f"model={tiny}",
+        "adapter.init_tokens=200",
+        "data.cap=24",
+        "data.max_length=512",
+    ]
+    assert main(["forecast", "quickstart", *settings, "--rows", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "agreement of the tasks" in said
+    assert max(map(len, said.splitlines())) <= 90
+    assert main(["forecast", "quickstart", "--rows", "2"]) == 2
+    with pytest.raises(ConfigError, match="is one task: a forecast compares at least two"):
+        forecast(Recipe(tasks=["opinion"]))
