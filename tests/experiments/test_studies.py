@@ -19,7 +19,8 @@ from tests.tiny_folder import save_tiny_model, write_recipe
 __all__ = ["fakes"]
 OF_THE_PAPER = {
     *("init", "tokens", "coverage", "blocks", "granularity", "similarity", "temperature", "momentum", "stop"),
-    *("shared", "rank", "combinations", "kmeans", "adapters"),
+    *("shared", "rank", "combinations", "kmeans", "adapters", "complexity"),
+    *("specialisation", "probes", "permutation", "balance", "clusters"),
 }
 
 
@@ -91,7 +92,9 @@ def test_a_study_ends_in_a_table_a_record_and_a_picture(
     assert fakes.gates == [0.25, 0.25]
     assert (tmp_path / "out" / "ranks.png").stat().st_size > 5000
     assert (
-        (tmp_path / "out" / "ranks.csv").read_text().startswith("variant,lr,mean,sd,nll,diverged,trainable,sst2,boolq")
+        (tmp_path / "out" / "ranks.csv")
+        .read_text()
+        .startswith("variant,lr,mean,sd,nll,diverged,trainable,router,peak_memory_bytes,steps_per_second,sst2,boolq")
     )
     made = len(fakes.asked)
     assert main(words) == 0
@@ -110,3 +113,26 @@ def test_a_real_study(tmp_path: Path) -> None:
     assert len({row["nll"] for row in rows}) == 3
     gates = json.loads((tmp_path / "out" / "cells/mjlora+constant-gate/lr-0.01/seed-0/record.json").read_text())
     assert 0 < gates["config"]["adapter"]["uniform_gate"] < 1
+
+
+def test_studies_of_one_adapter_show_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
+    words = [
+        "--recipe",
+        str(recipe),
+        "train.max_steps=2",
+        "--seeds",
+        "1",
+        "--output",
+        str(tmp_path / "out"),
+        "--jobs",
+        "1",
+    ]
+    assert main(["ablate", "balance", *words]) == 0
+    said = capsys.readouterr().out
+    figures = tmp_path / "out/cells/mjlora/lr-0.01/seed-0/inspection"
+    assert all(f"{figures / name}.png" in said for name in ("health", "before-after"))
+    made = (figures / "report.html").stat().st_mtime_ns
+    assert main(["ablate", "permutation", *words]) == 0
+    assert (figures / "report.html").stat().st_mtime_ns == made  # one report serves all of them
+    assert str(figures / "permutation.png") in capsys.readouterr().out

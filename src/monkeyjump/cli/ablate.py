@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     lrs, jobs = checked_rates(options, recipe), checked_jobs(options)
     grids = {name: grid_of(s, recipe, range(options.seeds), lrs, options.widen) for name, s in studies.items()}
     with uncollected():
-        from monkeyjump.experiments.ablate import save_study, study_rows, study_table, verdicts
+        from monkeyjump.experiments.ablate import draw_figures, save_study, study_rows, study_table, verdicts
         from monkeyjump.experiments.compare import run_grid
 
     output = Path(options.output or f"runs/study-{recipe.name}")
@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         study_table(studies[name], grid).show()
         for words, verdict in verdicts(studies[name], study_rows(grid)):
             print(f"the paper's {words} points: {verdict}")
-        for path in save_study(name, studies[name], grid, output):
+        saved = [*save_study(name, studies[name], grid, output), *draw_figures(studies[name], grid, output)]
+        for path in saved:
             print(f"saved       {path}")
     return 0

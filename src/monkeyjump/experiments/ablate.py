@@ -7,13 +7,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from monkeyjump.analysis.inspect import InspectSettings, inspect
 from monkeyjump.analysis.style import COLORS, GREY, label, name_ticks, new_figure
 from monkeyjump.evaluation.metrics import paired_difference
-from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.experiments.compare import cell_recipe
+from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.study import PLAIN, Study, expected
-from monkeyjump.experiments.tables import spread, stem_of
+from monkeyjump.experiments.tables import costs, spread, stem_of
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
+from monkeyjump.tasks import expand
 
 
 def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
@@ -29,7 +32,6 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
         found.append(
             {
                 "variant": variant,
-                "lr": comparison.best_lr(variant),
                 "mean": fmean(values),
                 "values": values,
                 "sd": spread(values),
@@ -37,7 +39,7 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 "difference": asdict(points[variant]) if variant in points else None,
                 "nll_difference": asdict(nlls[variant]) if variant in nlls else None,
                 "diverged": sum(cell.get("diverged_at") is not None for cell in cells),
-                "trainable": cells[0]["trainable"],
+                **costs(comparison, variant),
                 "by_task": {task: fmean(comparison.values(variant, task)) for task in comparison.tasks()},
             }
         )
@@ -85,7 +87,8 @@ def save_study(name: str, study: Study, comparison: Comparison, output: Path) ->
     rows = study_rows(comparison)
     metrics = {"study": study.model_dump(), "seeds": comparison.seeds, "rates": comparison.lrs, "rows": rows}
     record = RunRecord(kind="study", name=name, config=comparison.recipe.to_dict(), metrics=metrics)
-    columns = ["variant", "lr", "mean", "sd", "nll", "diverged", "trainable"]
+    columns = ["variant", "lr", "mean", "sd", "nll", "diverged"]
+    columns += ["trainable", "router", "peak_memory_bytes", "steps_per_second"]
     tasks = comparison.tasks()
     lines = [[*columns, *tasks]]
     lines += [[*(row[column] for column in columns), *(row["by_task"][task] for task in tasks)] for row in rows]
@@ -95,6 +98,19 @@ def save_study(name: str, study: Study, comparison: Comparison, output: Path) ->
         write_atomic(f"{stem}.csv", csv_text(lines)),
         plot_study(study, rows, Path(f"{stem}.png")),
     ]
+
+
+def draw_figures(study: Study, comparison: Comparison, output: Path) -> list[Path]:
+    """The figures that a study names, of the adapter of its reference; studies of one adapter share its report."""
+    if not study.figures:
+        return []
+    first = comparison.methods[0]
+    recipe = cell_recipe(comparison, output, Wanted(first, comparison.best_lr(first), comparison.seeds[0], test=True))
+    folder = recipe.folder / "inspection"
+    if not (folder / "report.html").is_file():
+        settings = InspectSettings(expand(recipe.tasks, recipe.data.bad_media), data=recipe.data.folder)
+        inspect([(recipe.folder / "adapter", recipe)], settings, folder)
+    return [folder / "report.html", *(path for name in study.figures if (path := folder / f"{name}.png").is_file())]
 
 
 def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:

@@ -125,7 +125,7 @@ def _claims(records: Path, name: str) -> Table:
             continue
         if record.is_file():
             metrics = read_record(record).metrics
-            done = verdicts(Study(**metrics["study"]), metrics["rows"])
+            done = verdicts(Study(**metrics["study"]), metrics["rows"]) or [("", "see its figures")]
             rows += [[study.title, study.claim, words, verdict] for words, verdict in done]
         else:
             rows.append([study.title, study.claim, "", "not run"])

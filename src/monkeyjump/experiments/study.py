@@ -46,6 +46,9 @@ class Study(Section):
     choose: Choice | None = Field(None, description="the values of `vary`: combinations")
     variants: dict[str, list[str]] = Field({}, description="further variants by name: key=value, each")
     reference: str = Field("", description="the variant that the others are compared with; the first, if none is named")
+    figures: list[str] = Field(
+        [], description="figures of `inspect` on the adapter of the reference that show the answer"
+    )
     control: bool = Field(True, description="whether a constant gate of the same strength stands beside them")
 
 
