@@ -18,8 +18,8 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import memory
 from monkeyjump.evaluation.score import Scorer
 from monkeyjump.experiments import compare as module
-from monkeyjump.experiments.compare import compare, with_controls
-from monkeyjump.experiments.comparison import Cell
+from monkeyjump.experiments.compare import grid_of_methods, run_grid, with_controls
+from monkeyjump.experiments.comparison import Cell, Comparison
 from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
 from monkeyjump.training import shared as shared_module
 from monkeyjump.training.recipe import Recipe, load_recipe
@@ -27,6 +27,12 @@ from monkeyjump.training.run import run
 from monkeyjump.tuner.centers import calibrate
 from tests.helpers import same_on_gpu
 from tests.tiny_folder import save_tiny_model, write_recipe
+
+
+def compare(
+    recipe: Recipe, methods: list[str], seeds: list[int], lrs: list[float], output: Path, jobs: int = 1, **options: Any
+) -> Comparison:
+    return run_grid(grid_of_methods(recipe, methods, seeds, lrs, **options), output, jobs)
 
 
 class FakeRuns:

@@ -14,13 +14,13 @@ import pytest
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import jobs as module
-from monkeyjump.experiments.compare import compare, make_cell
+from monkeyjump.experiments.compare import make_cell
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.record import read_record
 from monkeyjump.training.folder import locked
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.shared import Shared
-from tests.experiments.test_compare import FakeRuns, assert_same_adapter
+from tests.experiments.test_compare import FakeRuns, assert_same_adapter, compare
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 
@@ -32,7 +32,7 @@ class FakeWorkers:
         self.made: list[tuple[int, str]] = []
         self.failing: dict[str, tuple[str, bool]] = {}  # a run's name -> its answer
         self.dying: set[str] = set()
-        monkeypatch.setattr(module.Schedule.__init__, "__defaults__", (lambda number, jobs: self.One(self, number),))
+        monkeypatch.setattr(module.Processes.__init__, "__defaults__", (lambda number, jobs: self.One(self, number),))
 
     class One:
         def __init__(self, workers: FakeWorkers, number: int) -> None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 
+from monkeyjump.cli.grids import add_grid, checked_rates, made, stopped, where
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", help="the name of a study, a YAML file, `list`, or `all`")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top, e.g. train.max_steps=200")
     parser.add_argument("--recipe", default="text14-study", help="what is trained (default: text14-study)")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
-    parser.add_argument("--lrs", metavar="X,Y,...", help="learning rates to search (default: the recipe's)")
-    parser.add_argument("--widen", action="store_true", help="try further rates until neither end is the best")
     parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub")
-    parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/study-<recipe>)")
-    parser.add_argument("--jobs", default="auto", metavar="N", help="runs at a time (default: auto)")
+    add_grid(parser, "runs/study-<recipe>")
 
 
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.cli.compare import checked_jobs, checked_rates
     from monkeyjump.experiments.study import grid_of, load_study, names, variants_of
     from monkeyjump.first_imports import uncollected
     from monkeyjump.tables import Table
@@ -35,19 +31,18 @@ def run(options: argparse.Namespace) -> int:
     recipe = load_recipe(
         options.recipe, [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
     )
-    lrs, jobs = checked_rates(options, recipe), checked_jobs(options)
+    lrs, _ = checked_rates(options, recipe), where(options)
     grids = {name: grid_of(s, recipe, range(options.seeds), lrs, options.widen) for name, s in studies.items()}
     with uncollected():
         from monkeyjump.experiments.ablate import draw_figures, save_study, study_rows, study_table, verdicts
-        from monkeyjump.experiments.compare import run_grid
 
     output = Path(options.output or f"runs/study-{recipe.name}")
     for name, grid in grids.items():
         try:
-            run_grid(grid, output, jobs)
+            if not made(options, grid, output):
+                continue
         except KeyboardInterrupt:
-            print(f"\nstopped; finished runs are kept in {output}. The same command goes on where this one stopped.")
-            return 130
+            return stopped(output)
         study_table(studies[name], grid).show()
         for words, verdict in verdicts(studies[name], study_rows(grid)):
             print(f"the paper's {words} points: {verdict}")

@@ -32,32 +32,33 @@ from monkeyjump.training.shared import Shared
 CELL = "record.json"
 
 
-def compare(
+def grid_of_methods(
     recipe: Recipe,
     methods: Sequence[str],
     seeds: Sequence[int],
     lrs: Sequence[float],
-    output: Path,
     *,
     controls: bool = True,
-    jobs: int | str = 1,
     widen: bool = False,
 ) -> Comparison:
-    """Run whatever of the grid is not there yet, then put it together.
+    """The runs of a comparison, not made yet.
 
     `widen` adds rates to the search of a method whose best is the lowest or the highest of them.
-    `jobs` runs are made at a time, each in a process of its own; 1: in this process; "auto": as `jobs.auto_jobs` says.
     """
     chosen = with_controls(methods) if controls else list(dict.fromkeys(methods))
     own = presets.overrides_of_each(chosen, recipe.preset, recipe.adapter)
     recipes = {method: recipe.model_copy(update={"method": method, "adapter": own[method]}) for method in chosen}
     gates = {method: method.removesuffix("_uniform") for method in chosen if method.endswith("_uniform")}
     rates = {method: list(dict.fromkeys(lrs)) for method in chosen}
-    return run_grid(Comparison(recipe, recipes, list(dict.fromkeys(seeds)), rates, gates, widen=widen), output, jobs)
+    return Comparison(recipe, recipes, list(dict.fromkeys(seeds)), rates, gates, widen=widen)
 
 
-def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1) -> Comparison:
-    """Every bad name or setting first, then the runs."""
+def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1, on: str = "local") -> Comparison:
+    """Run whatever of the grid is not there yet; every bad name or setting is found first.
+
+    `jobs` runs are made at a time, each in a process of its own; 1: in this process; "auto": as `jobs.auto_jobs` says.
+    `on` names a cluster instead of this machine, as `clusters.engine_of` reads it.
+    """
     for recipe in comparison.recipes.values():
         presets.build(recipe.method, recipe.preset, **recipe.adapter)
     if not comparison.seeds or not all(comparison.lrs.values()):
@@ -68,7 +69,11 @@ def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1) -> Compa
         (tuple(r.tasks), r.data.bad_media, r.data.folder) for r in comparison.recipes.values()
     }:
         look_at(expand(list(tasks), bad_media), folder)
-    if jobs != 1:
+    if on != "local":
+        from monkeyjump.experiments.clusters import engine_of, run_on
+
+        run_on(engine_of(on, jobs, output), comparison, output)
+    elif jobs != 1:
         from monkeyjump.experiments.jobs import run_jobs
 
         run_jobs(comparison, output, jobs)

@@ -124,7 +124,7 @@ def chosen(names: str | None) -> list[str]:
 
 def run_map(
     settings: Sequence[Setting], methods: list[str], base: Recipe, seeds: Sequence[int],
-    lrs: Sequence[float], output: Path, jobs: int | str = 1, widen: bool = False,
+    lrs: Sequence[float], output: Path, widen: bool = False, **where: Any,
 ) -> Map:  # fmt: skip
     """Search the rate of every method and rank at one place, then make the runs of all places with it."""
     recipes = {}
@@ -143,12 +143,12 @@ def run_map(
                 base, {name: recipes[name] for name in there}, [seeds[0]], {name: list(lrs) for name in there},
                 folders={name: folders[name] for name in there}, widen=widen,
             )  # fmt: skip
-            run_grid(search, output, jobs)
+            run_grid(search, output, **where)
             for name, method in there.items():
                 same = [_label(method, setting) for setting in settings if setting.rank == rank]
                 rates |= {other: [search.best_lr(name)] for other in same}
     grid = Comparison(base, recipes, list(seeds), rates, folders=folders)
-    run_grid(grid, output, jobs)
+    run_grid(grid, output, **where)
     forecasts = {}
     for setting in settings:  # the first of each data set
         if setting.data not in forecasts:

@@ -20,9 +20,9 @@ import torch
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded
 from monkeyjump.experiments.comparison import Comparison, Wanted
-from monkeyjump.experiments.worker import LOG, work
+from monkeyjump.experiments.worker import work
 from monkeyjump.models import resolve
-from monkeyjump.record import read_record
+from monkeyjump.record import RunRecord, read_record
 from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe
 
@@ -32,8 +32,8 @@ GRACE = 60  # seconds in which a stopped process may write its checkpoint
 def run_jobs(comparison: Comparison, output: Path, jobs: int | str) -> None:
     """Make all missing runs, or as many as can be made: those that failed are named in the error at the end."""
     count = auto_jobs(comparison) if jobs == "auto" else int(jobs)
-    schedule = Schedule(comparison, output, count)
-    schedule.ready()
+    schedule = Processes(comparison, output, count)
+    schedule.ready(set())
     if count > 1 and comparison.total - comparison.done > 1:  # a process for one run alone would only take time
         schedule.run()
 
@@ -85,14 +85,55 @@ class Worker:
 
 
 class Schedule:
-    """Gives runs to workers as soon as what they need is there."""
+    """Which runs can be made now, and what became of the others; whoever makes them asks and tells."""
+
+    def __init__(self, comparison: Comparison, output: Path) -> None:
+        self.comparison, self.output = comparison, output
+        self.failed: dict[Wanted, str] = {}
+
+    def ready(self, running: set[Wanted]) -> list[Wanted]:
+        """What can be made now. Runs that were made before are taken over on the way, and may make others ready."""
+        taken = {*self.failed, *running}
+        while True:
+            ready = [wanted for wanted in self.comparison.wanted() if wanted not in taken]
+            records = {w: finished(cell_recipe(self.comparison, self.output, w), w.test) for w in ready}
+            there = {wanted: record for wanted, record in records.items() if record is not None}
+            if not there:
+                return ready
+            for wanted, record in there.items():
+                self.comparison.add(wanted, record)
+
+    def finish(self, wanted: Wanted, record: RunRecord, seconds: float, jobs: int) -> None:
+        self.comparison.add(wanted, record)
+        self.comparison.seconds.append(seconds)
+        self.say("finished", wanted, f": {in_words(seconds)}{self.comparison.time_left(jobs)}")
+
+    def fail(self, wanted: Wanted, error: str, recipe: Recipe, seconds: float) -> None:
+        self.failed[wanted] = f"{wanted}: {error} (see {recipe.folder})"
+        self.say("failed", wanted, f": {in_words(seconds)}")
+
+    def check(self) -> None:
+        """Name what has failed, when all else is done."""
+        if self.failed:
+            raise ConfigError(
+                [*self.failed.values(), "All other runs are kept: the same command makes what is missing."],
+                title="runs have failed",
+            )
+
+    def say(self, what: str, wanted: Wanted, end: str = "") -> None:
+        only = " (validation only)" if what in ("started", "submitted") and not wanted.test else ""
+        print(f"{what:9} {self.comparison.done:3}/{self.comparison.total} {wanted}{only}{end}", flush=True)
+
+
+class Processes(Schedule):
+    """Gives runs to processes of this machine as soon as what they need is there."""
 
     def __init__(self, comparison: Comparison, output: Path, jobs: int, start: Any = Worker) -> None:
-        self.comparison, self.output, self.jobs, self.start = comparison, output, jobs, start
+        super().__init__(comparison, output)
+        self.jobs, self.start = jobs, start
         self.workers: dict[int, Any] = {}
         self.running: dict[int, tuple[Wanted, Recipe, float]] = {}  # worker -> its run and when it began
         self.methods: dict[int, str] = {}  # worker -> the method of its last run
-        self.failed: dict[Wanted, str] = {}
         self.alone: set[Wanted] = set()  # runs that did not fit in memory beside others
 
     def run(self) -> None:
@@ -108,14 +149,10 @@ class Schedule:
                 self.workers[number].interrupt()
             for worker in self.workers.values():
                 worker.end()
-        if self.failed:
-            raise ConfigError(
-                [*self.failed.values(), "All other runs are kept: the same command makes what is missing."],
-                title="runs have failed",
-            )
+        self.check()
 
     def _hand_out(self) -> None:
-        ready = self.ready()
+        ready = self.ready({wanted for wanted, *_ in self.running.values()})
         while ready and len(self.running) < self.jobs and not self.alone & {run for run, *_ in self.running.values()}:
             number = min(set(range(self.jobs)) - set(self.running))
             wanted = self._choose(ready, number)
@@ -126,18 +163,6 @@ class Schedule:
                     self.workers.pop(other).end()
             self._begin(number, wanted)
             ready.remove(wanted)
-
-    def ready(self) -> list[Wanted]:
-        """What can be made now. Runs that were made before are taken over on the way, and may make others ready."""
-        taken = {*self.failed, *(wanted for wanted, *_ in self.running.values())}
-        while True:
-            ready = [wanted for wanted in self.comparison.wanted() if wanted not in taken]
-            records = {w: finished(cell_recipe(self.comparison, self.output, w), w.test) for w in ready}
-            there = {wanted: record for wanted, record in records.items() if record is not None}
-            if not there:
-                return ready
-            for wanted, record in there.items():
-                self.comparison.add(wanted, record)
 
     def _choose(self, ready: list[Wanted], number: int) -> Wanted:
         """A run of the worker's last method, else of one that no other is at: a method is compiled in one process."""
@@ -150,7 +175,7 @@ class Schedule:
         recipe = cell_recipe(self.comparison, self.output, wanted)
         recipe.folder.mkdir(parents=True, exist_ok=True)
         self.running[number], self.methods[number] = (wanted, recipe, time.perf_counter()), wanted.method
-        self._say("started", wanted, "" if wanted.test else " (validation only)")
+        self.say("started", wanted)
         self.workers[number].make(recipe, wanted.test)
 
     def _take_back(self, number: int) -> None:
@@ -161,16 +186,13 @@ class Schedule:
         except (EOFError, OSError):
             error, no_memory = self._died(number, recipe), False
         if error is None:
-            self.comparison.add(wanted, read_record(recipe.folder / CELL))
-            self.comparison.seconds.append(seconds)
-            self._say("finished", wanted, f": {in_words(seconds)}{self.comparison.time_left(self.jobs)}")
+            self.finish(wanted, read_record(recipe.folder / CELL), seconds, self.jobs)
         elif no_memory and self.jobs > 1 and wanted not in self.alone:
             self.alone.add(wanted)
             self.jobs -= 1
-            self._say("no memory", wanted, f": again alone; {self.jobs} at a time")
+            self.say("no memory", wanted, f": again alone; {self.jobs} at a time")
         else:
-            self.failed[wanted] = f"{wanted}: {error} (see {recipe.folder / LOG})"
-            self._say("failed", wanted, f": {in_words(seconds)}")
+            self.fail(wanted, error, recipe, seconds)
         if number in self.workers and (no_memory or number >= self.jobs):
             self.workers.pop(number).end()
 
@@ -180,9 +202,6 @@ class Schedule:
         with suppress(ChildProcessError), recorded(recipe):
             raise ChildProcessError(error)
         return error
-
-    def _say(self, what: str, wanted: Wanted, end: str) -> None:
-        print(f"{what:9} {self.comparison.done:3}/{self.comparison.total} {wanted}{end}", flush=True)
 
 
 def _gpu(number: int) -> str | None:
