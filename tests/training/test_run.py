@@ -201,7 +201,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
 ) -> None:
     save = Trainer._save_checkpoint
 
-    def full(self: Trainer, model: torch.nn.Module, trial: object) -> None:
+    def full(self: Trainer, model: torch.nn.Module, trial: Any) -> None:
         save(self, model, trial)
         if self.state.global_step == 8:
             raise OSError(28, "No space left on device")
