@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 def pretend(seconds: float = 0.0, spoil: str = "") -> Callable[[dict[str, Any], bool, str], None]:
-    """A run that writes its record. It is a closure, sent by value: no module of tests is imported on the other side."""
+    """A run that writes its record. It is a closure, sent by value: no module of tests is imported by a worker."""
 
     def make(settings: dict[str, Any], test: bool, home: str) -> None:
         import os
@@ -61,6 +61,8 @@ def pretend(seconds: float = 0.0, spoil: str = "") -> Callable[[dict[str, Any], 
 
 class Inline:
     """The engine that the others are compared with: every run is made when it is submitted."""
+
+    slots = 1
 
     def submit(self, *arguments: Any) -> tuple[Any, ...]:
         pretend()(*arguments)

@@ -20,6 +20,7 @@ VERBS = {
     "ablate": "run the studies of the paper: one thing varied, everything else the same",
     "forecast": "say before training whether tasks oppose each other",
     "study": "map where routing helps, over tasks whose conflict is a dial",
+    "tune": "search settings of a recipe by validation",
     "bench": "measure speed and memory",
     "tasks": "list the tasks and the state of their data",
     "methods": "list the methods and what they cost on a model",

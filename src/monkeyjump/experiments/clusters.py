@@ -40,13 +40,15 @@ def make(settings: dict[str, Any], test: bool, home: str) -> None:
 class Engine(Protocol):
     """What queues runs. A handle is whatever the engine calls a run."""
 
+    slots: int  # runs that it can make at a time
+
     def submit(self, *arguments: Any) -> Any: ...
 
     def first(self, handles: Sequence[Any]) -> Any:
         """Wait for one that has ended."""
 
-    def result(self, handle: Any) -> None:
-        """Raise what the run has raised."""
+    def result(self, handle: Any) -> Any:
+        """What the run returned; what it raised is raised."""
 
     def close(self, handles: Sequence[Any]) -> None:
         """Give up what still runs."""
@@ -55,7 +57,7 @@ class Engine(Protocol):
 class OnRay:
     """Tasks of Ray: each takes its share of a GPU, or a core, and runs again where its worker or machine is lost."""
 
-    def __init__(self, address: str | None, per_gpu: int, function: Callable[..., None] = make) -> None:
+    def __init__(self, address: str | None, per_gpu: int, function: Callable[..., Any] = make) -> None:
         need("ray", "ray", "runs on a cluster")
         import ray
 
@@ -64,7 +66,9 @@ class OnRay:
             ray.init(address=address, log_to_driver=False, include_dashboard=False if address is None else None)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"--on ray:{address}: no cluster answers there ({error}).", title="no cluster") from error
-        gpus = ray.cluster_resources().get("GPU", 0)
+        there = ray.cluster_resources()
+        gpus = there.get("GPU", 0)
+        self.slots = int(gpus * per_gpu or there["CPU"])
         share = {"num_gpus": 1 / per_gpu} if gpus else {"num_cpus": 1}
         self.task = ray.remote(max_retries=TRIES, **share)(function)
 
@@ -74,9 +78,9 @@ class OnRay:
     def first(self, handles: Sequence[Any]) -> Any:
         return self.ray.wait(list(handles), num_returns=1)[0][0]
 
-    def result(self, handle: Any) -> None:
+    def result(self, handle: Any) -> Any:
         try:
-            self.ray.get(handle)
+            return self.ray.get(handle)
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
@@ -89,7 +93,9 @@ class OnRay:
 class OnSlurm:
     """Jobs of Slurm, one for each run; `--on submitit:local` makes processes of them, to try it."""
 
-    def __init__(self, cluster: str | None, folder: Path, function: Callable[..., None] = make) -> None:
+    slots = 8  # where the number of runs is not known beforehand
+
+    def __init__(self, cluster: str | None, folder: Path, function: Callable[..., Any] = make) -> None:
         need("submitit", "slurm", "jobs of Slurm")
         import submitit
 
@@ -106,21 +112,21 @@ class OnSlurm:
                     return handle
             time.sleep(POLL)
 
-    def result(self, handle: Any) -> None:
-        handle.result()
+    def result(self, handle: Any) -> Any:
+        return handle.result()
 
     def close(self, handles: Sequence[Any]) -> None:
         for handle in handles:
             handle.cancel()
 
 
-def engine_of(on: str, jobs: int | str, output: Path) -> Engine:
+def engine_of(on: str, jobs: int | str, output: Path, function: Callable[..., Any] = make) -> Engine:
     """`ray`, `ray:ADDRESS`, `submitit` or `submitit:CLUSTER`; `jobs` is how many runs share a GPU of Ray's."""
     name, _, where = on.partition(":")
     if name == "ray":
-        return OnRay(where or None, 1 if jobs == "auto" else int(jobs))
+        return OnRay(where or None, 1 if jobs == "auto" else int(jobs), function)
     if name == "submitit":
-        return OnSlurm(where or None, output)
+        return OnSlurm(where or None, output, function)
     raise ConfigError(f"--on {on} is not known: use local, ray, ray:ADDRESS or submitit.")
 
 

@@ -126,6 +126,7 @@ def _run(
                 ProgressBar(),
                 JsonLines(recipe.folder / "log.jsonl"),
                 interruptible,
+                *shared.callbacks,
                 *([SaveEvery(recipe.train.save_steps)] if recipe.train.save_steps else []),
                 *early_stopping(recipe),
             ],

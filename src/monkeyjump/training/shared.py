@@ -31,6 +31,7 @@ class Shared:
         self._centers: dict[str, dict[Any, Any]] = {}
         self.memory = Memory()
         self.runs = 0  # that have taken the base model
+        self.callbacks: list[Any] = []  # of the Trainer, for every run
 
     def take(self, recipe: Recipe) -> tuple[Any, Any]:
         """The base model of a recipe and its tokenizer: what was given back last, where that fits, or else loaded."""
