@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def simple_task(
     folder of pictures for every class: their rows have the columns `image` and `label`, their options are the classes.
     """
     source = _source(data)
-    folders = [path for path in source.files.values() if path.is_dir()] if isinstance(source, FileSource) else []
+    folders = [path for path in source.files.values() if os.path.isdir(path)] if isinstance(source, FileSource) else []
     image, video = more.get("image"), more.get("video")
     if folders:
         image = image or "image"
