@@ -95,6 +95,17 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(recipe_file: Path, tmp_p
     assert same(weights(tmp_path / "whole"), weights(cut))
 
 
+def test_a_run_killed_after_its_last_checkpoint_makes_no_step_more(recipe_file: Path, tmp_path: Path) -> None:
+    run(recipe(recipe_file, tmp_path), test=False)
+    whole = weights(tmp_path)
+    shutil.rmtree(tmp_path / "adapter")
+    resumed = run(recipe(recipe_file, tmp_path), resume=True, test=False)
+    assert resumed.measurements["steps"] == 8
+    assert same(whole, weights(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert max(line["step"] for line in lines) == 8
+
+
 def test_an_interrupt_leaves_a_checkpoint_and_says_how_to_resume(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,13 @@ class TaskTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, scores)
         return scores
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # a run that was killed after its last checkpoint would make one step more when it is resumed
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def _load_best_model(self) -> None:
         try:
             super()._load_best_model()
