@@ -11,6 +11,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def test_files_of_users(content: bytes, load: Callable[[str], Any], tmp_path: Pa
     for _ in range(COUNT):
         broken = mutated(content, rng)
         path.write_bytes(broken)
-        refused += clean(lambda: load(str(path)), broken)
+        refused += clean(partial(load, str(path)), broken)
     assert refused > COUNT / 3
 
 
@@ -215,11 +216,11 @@ def test_recipes_and_configurations_of_any_values() -> None:
     whole = load_recipe("quickstart").to_dict()
     for _ in range(COUNT):
         given = {rng.choice(fields): value(rng) for _ in range(rng.randint(1, 3))}
-        refused += clean(lambda given=given: MonkeyJumpConfig(**given), given)
+        refused += clean(partial(MonkeyJumpConfig, **given), given)
         settings = json.loads(json.dumps(whole))
         section = rng.choice([settings, settings["data"], settings["train"], settings["evaluate"], settings["adapter"]])
         section[rng.choice([*section, "unknown"])] = value(rng)
-        refused += clean(lambda settings=settings: recipe_from(settings), settings)
+        refused += clean(partial(recipe_from, settings), settings)
     assert refused > COUNT / 2
 
 
@@ -246,14 +247,14 @@ def test_data_of_users(ending: str, tmp_path: Path) -> None:
         file.write_bytes(broken := mutated(DATA[ending], rng))
         (tmp_path / "own.yaml").write_text(json.dumps({**task, "data": {"test": file.name}}))
         loaded = load_task_file(tmp_path / "own.yaml")
-        clean(lambda loaded=loaded: load_examples(loaded, "test"), broken)
+        clean(partial(load_examples, loaded, "test"), broken)
 
 
 def test_adapter_folders_of_strangers(tmp_path: Path) -> None:
     """Both files of an adapter, with bytes changed: refused, or loaded with finite numbers of the right shapes."""
     rng = random.Random(3)
     model = get_peft_model(tiny_llama(layers=2), MonkeyJumpConfig(target_modules=["q_proj", "k_proj", "v_proj"]))
-    model.save_pretrained(tmp_path / "good")
+    model.save_pretrained(str(tmp_path / "good"))
     files = {
         name: (tmp_path / "good" / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")
     }
