@@ -24,7 +24,6 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
     reference, found = comparison.methods[0], []
     points, nlls = comparison.differences(reference), comparison.differences(reference, "mean_nll")
     for variant in comparison.methods:
-        cells = [cell.metrics for cell in comparison.final if cell.method == variant]
         values, nll = (
             comparison.values(variant, "mean"),
             [v for v in comparison.measured(variant, "mean_nll") if v is not None],
@@ -38,7 +37,6 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 "nll": fmean(nll) if nll else None,
                 "difference": asdict(points[variant]) if variant in points else None,
                 "nll_difference": asdict(nlls[variant]) if variant in nlls else None,
-                "diverged": sum(cell.get("diverged_at") is not None for cell in cells),
                 **costs(comparison, variant),
                 "by_task": {task: fmean(comparison.values(variant, task)) for task in comparison.tasks()},
             }

@@ -84,9 +84,10 @@ def _costs_table(comparison: Comparison) -> Table:
                 "" if gate is None else f"{gate:.3f}",
                 "" if memory is None else f"{memory / 2**30:.2f} GiB",
                 f"{cost['steps_per_second']:.2f}",
+                str(cost["diverged"] or ""),
             ]
         )
-    return Table("Cost", ["method", "lr", "trainable", "router", "mean gate", "peak memory", "steps/s"], rows)
+    return Table("Cost", ["method", "lr", "trainable", "router", "gate", "memory", "steps/s", "failed"], rows)
 
 
 def _differences_table(comparison: Comparison) -> Table:
@@ -116,6 +117,7 @@ def costs(comparison: Comparison, method: str) -> dict[str, Any]:
         "peak_memory_bytes": max(memory) if memory else None,
         "steps_per_second": fmean(cell.metrics["steps_per_second"] for cell in cells),
         "mean_gate": cells[0].metrics.get("mean_gate"),
+        "diverged": sum(cell.metrics.get("diverged_at") is not None for cell in cells),
     }
 
 
