@@ -8,8 +8,7 @@ from pathlib import Path
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import Registry, did_you_mean
-from monkeyjump.tasks.builtin import BUILTIN_TASKS
-from monkeyjump.tasks.builtin_pictures import PICTURE_TASKS
+from monkeyjump.tasks.builtin import BUILTIN_TASKS, PICTURE_TASKS
 from monkeyjump.tasks.hub import copy_of, how_to_get
 from monkeyjump.tasks.image import IMAGE14, IMAGE_TASKS
 from monkeyjump.tasks.load import describe_source, find_file
