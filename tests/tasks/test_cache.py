@@ -109,12 +109,12 @@ def test_prompts_and_validation_rows_are_read_as_they_were_made(
         long = replace(examples[0], question="why " * 200)
         if not once:
             monkeypatch.setattr(encoder, "_fit", None)  # nobody encodes
-        found.append((examples, encoder.many_prompt_ids([*examples, long]), encoder.counts))
+        found.append((examples, encoder.prompt_ids([*examples, long]), encoder.counts))
     assert found[0] == found[1]
     assert found[0][1][-1] is None
     assert found[0][2].truncated["own"] > 0
     other = Encoder(tokenizer, {"own": 0}, max_length=140)
-    assert other.many_prompt_ids(examples) == [other.prompt_ids(example) for example in examples]
+    assert other.prompt_ids(examples) == [ids for example in examples for ids in other.prompt_ids([example])]
 
 
 def test_whatever_changes_is_made_anew(tmp_path: Path, tokenizer: Any) -> None:
@@ -126,7 +126,7 @@ def test_whatever_changes_is_made_anew(tmp_path: Path, tokenizer: Any) -> None:
         for changed in (tokenizer, other, longer):
             assert_as_made_anew(task, changed)
     settings: list[dict[str, Any]]
-    settings = [{"cap": 9}, {"max_length": 100}, {"answer_format": "text"}, {"system": "Be kind."}]
+    settings = [{"cap": 9}, {"max_length": 100}, {"answer_format": "text"}]
     for setting in settings:
         assert_as_made_anew(task, tokenizer, **setting)
     write(tmp_path / "train.jsonl", word="new")

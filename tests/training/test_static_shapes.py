@@ -70,7 +70,7 @@ def test_no_other_widths_pad_less(count: int) -> None:
 
 
 def test_widths_of_equal_lengths() -> None:
-    assert bucket_sizes([17] * 9) == (24,)
+    assert bucket_sizes([17] * 9, 4) == (24,)
 
 
 # --- rows of padding ------------------------------------------------------------------------------------------------

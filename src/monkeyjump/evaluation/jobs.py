@@ -78,13 +78,13 @@ def make_jobs(encoder: Encoder, examples: Sequence[Example], mode: Mode) -> list
     """Encode the examples; those that the encoder drops as too long are left out (it counts them)."""
     form: Literal["letter", "text"] = "letter" if mode == "letter" else "text"
     options = [example.targets(form) for example in examples]
-    ids = encoder.many_target_ids(text for texts in options for text in texts)
+    ids = encoder.target_ids(text for texts in options for text in texts)
     if mode == "letter":
         ids = {text: found[:-1] for text, found in ids.items()}  # without the end token
     return [
         Job(index, example, mode, prompt, [ids[text] for text in texts], encoder.task_ids.get(example.task, 0))
         for index, (example, prompt, texts) in enumerate(
-            zip(examples, encoder.many_prompt_ids(examples), options, strict=True)
+            zip(examples, encoder.prompt_ids(examples), options, strict=True)
         )
         if prompt is not None
     ]

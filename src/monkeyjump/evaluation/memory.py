@@ -23,10 +23,10 @@ class Memory:
     _base: dict[Job, Prediction] = field(default_factory=dict)
     _encoded: dict[Any, list[tuple[list[Example], list[Job], EncodeCounts]]] = field(default_factory=dict)
 
-    def jobs(self, encoder: Encoder, examples: list[Example], mode: Mode, *scored_by: Any) -> list[Job]:
-        """The same as `make_jobs`, with its counts. `scored_by`: what else the answers depend on."""
+    def jobs(self, encoder: Encoder, examples: list[Example], mode: Mode) -> list[Job]:
+        """The same as `make_jobs`, with its counts."""
         task, counts = examples[0].task, encoder.counts
-        key = task, encoder.task_ids.get(task), encoder.max_length, encoder.answer_format, mode, *scored_by
+        key = task, encoder.task_ids.get(task), encoder.max_length, encoder.answer_format, mode
         for seen, jobs, known in self._encoded.setdefault(key, []):
             if seen == examples:
                 for name, count in vars(counts).items():

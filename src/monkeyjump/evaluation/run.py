@@ -47,7 +47,6 @@ class EvaluationSettings:
     max_length: int = 1024
     frames: int = FRAMES  # of a clip
     bad_media: Literal["raise", "drop"] = "raise"
-    normalize_length: bool = True  # mode text: log-likelihood per token; False: in total
     task_ids: Mapping[str, int] | None = None  # None: as the adapter was trained if it says, else the tasks' positions
 
     def __post_init__(self) -> None:
@@ -95,12 +94,9 @@ def evaluate(
     memory = memory or Memory()
     total = sum(map(len, examples.values())) * len(sides)
     with tqdm(total=total, desc="evaluating", unit="example", disable=not settings.progress, leave=False) as bar:
-        scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
+        scorer = Scorer(model, encoder, settings.batch_tokens, bar)
         pool = ThreadPoolExecutor(1)  # encodes one task after another beside the model
-        jobs = {
-            name: pool.submit(memory.jobs, encoder, rows, _mode(rows, settings), settings.normalize_length)
-            for name, rows in examples.items()
-        }
+        jobs = {name: pool.submit(memory.jobs, encoder, rows, _mode(rows, settings)) for name, rows in examples.items()}
         try:
             found = memory.score(scorer, list(jobs.values()), sides)
         finally:
@@ -130,7 +126,7 @@ def encode_pictures(model: nn.Module, tokenizer: Any, tasks: Sequence[Task], mem
     for task in (task for task in chosen if task.media):
         rows = _sample(task, settings)
         try:
-            memory.jobs(encoder, rows, _mode(rows, settings), settings.normalize_length)
+            memory.jobs(encoder, rows, _mode(rows, settings))
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -3,7 +3,7 @@
 | mode | a prediction is |
 |---|---|
 | `letter` | the option whose letter is the most likely beginning of the answer |
-| `text` | the option whose text, end token included, is the most likely answer, per token or in total |
+| `text` | the option whose text, end token included, is the most likely answer per token |
 | `generate` | the option that greedily generated text names (the paper's way); nothing else counts as an answer |
 
 The end token belongs to an answer's text because it was trained with it, and because without it an option that begins
@@ -73,13 +73,11 @@ def predict(
     encoder: Encoder,
     examples: Sequence[Example],
     mode: Mode,
-    *,
-    normalize_length: bool = True,
     batch_tokens: int | None = None,
 ) -> list[Prediction]:
     """Predictions in the order of the examples; those the encoder drops as too long are left out (it counts them)."""
     jobs = make_jobs(encoder, examples, mode)
-    found = Scorer(model, encoder, normalize_length, batch_tokens).score([jobs], {"": nullcontext})[""]
+    found = Scorer(model, encoder, batch_tokens).score([jobs], {"": nullcontext})[""]
     return [found[job] for job in jobs]
 
 
@@ -87,17 +85,11 @@ class Scorer:
     """Runs jobs through a model, once for each side: the base model, the adapter."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        encoder: Encoder,
-        normalize_length: bool = True,
-        batch_tokens: int | None = None,
-        progress: Any = None,
+        self, model: nn.Module, encoder: Encoder, batch_tokens: int | None = None, progress: Any = None
     ) -> None:
         """`batch_tokens`: padded tokens of one forward; None: by device. `progress`: a tqdm bar."""
         self.reader = AnswerReader(model, encoder.tokenizer.pad_token_id or 0, encoder.pictures)
         self.encoder = encoder
-        self.normalize_length = normalize_length
         self.batch_tokens = batch_tokens or self.reader.batch_tokens()
         self.progress = progress
         self.end_ids = end_ids(model, encoder.tokenizer)
@@ -173,7 +165,7 @@ class Scorer:
                     found.append((job, _judged(job, text, self.encoder)))
                 else:
                     logprobs = list(islice(values, len(job.answers)))
-                    found.append((job, _likeliest(job, logprobs, self.normalize_length and job.mode == "text")))
+                    found.append((job, _likeliest(job, logprobs)))
         return found
 
 
@@ -192,9 +184,9 @@ def _fetched(outputs: list[Tensor]) -> Iterator[Tensor]:
     return read()
 
 
-def _likeliest(job: Job, logprobs: list[float], per_token: bool) -> Prediction:
+def _likeliest(job: Job, logprobs: list[float]) -> Prediction:
     scores, example = logprobs, job.example
-    if per_token:
+    if job.mode == "text":
         scores = [logprob / len(ids) for logprob, ids in zip(logprobs, job.answers, strict=True)]
     numbers: Sequence[int] = range(len(scores))
     if math.isnan(sum(scores)):

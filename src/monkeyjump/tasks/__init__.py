@@ -1,4 +1,4 @@
-"""Tasks and their data. Light to import; `mixture`, `collate` and `streaming` are imported where tensors are needed."""
+"""Tasks and their data. Light to import; `mixture` and `collate` are imported where tensors are needed."""
 
 from monkeyjump.tasks.catalog import TaskState, describe, expand, get, groups, names, register
 from monkeyjump.tasks.custom import simple_task

@@ -74,11 +74,9 @@ class Example:
         by_letter = answer_format == "letter" and self.lettered
         return list(LETTERS[: len(self.options)]) if by_letter else list(self.options)
 
-    def prompt(self, answer_format: AnswerFormat, context: str | None = None) -> str:
+    def prompt(self, answer_format: AnswerFormat) -> str:
         """The user's message: context, question, lettered options, and which form of answer is wanted."""
-        context = self.context if context is None else context
-        parts = [context] if context else []
-        parts.append(self.question)
+        parts = [self.context, self.question] if self.context else [self.question]
         if self.lettered:
             parts += [f"{letter}. {option}" for letter, option in zip(LETTERS, self.options, strict=False)]
             parts.append("Answer with the letter." if answer_format == "letter" else "Answer with the option's text.")
