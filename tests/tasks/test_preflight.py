@@ -66,8 +66,8 @@ def test_all_problems_of_all_splits_are_told_at_once(tmp_path: Path) -> None:
     assert "row 4: answer 'legal' is neither" in problems[0]
     assert "4 more rows of its test split are bad" in problems[3]
     assert "no such data file" in problems[4]
-    assert "its test split has no rows" in problems[5]
-    assert "name a validation file" in problems[6]
+    assert "has no rows. Add rows, or leave the task out" in problems[5]
+    assert "A twentieth of the training rows is taken for it: add some, or name a file" in problems[6]
 
 
 def test_a_bad_row_beyond_those_that_are_counted(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from monkeyjump.tasks.catalog import TaskState, describe, expand, get, groups, names, register
 from monkeyjump.tasks.custom import simple_task
-from monkeyjump.tasks.load import load_examples, stream_examples
+from monkeyjump.tasks.load import load_examples
 from monkeyjump.tasks.task import Example, FileSource, GeneratedSource, HubSource, Task
 
 __all__ = [
@@ -20,5 +20,4 @@ __all__ = [
     "names",
     "register",
     "simple_task",
-    "stream_examples",
 ]

@@ -15,7 +15,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.encode import Encoded, Encoder
-from monkeyjump.tasks.load import load_examples, origin, stream_examples
+from monkeyjump.tasks.load import SplitData, load_examples
 from monkeyjump.tasks.task import Example, Task
 
 _BUFFER = 1000  # streamed examples of a task that are shuffled together
@@ -120,7 +120,7 @@ def _encoded(
     encoder: Encoder, task: Task, data_dir: str | Path | None, cap: int | None, seed: int
 ) -> Sequence[Encoded]:
     """The training sequences of a task, from the cache where they were made before."""
-    drawn_by = f"{seed}/{task.name}/train"
+    data, drawn_by = SplitData(task, "train", data_dir, seed), f"{seed}/{task.name}/train"
 
     def choose() -> list[Example]:
         examples = load_examples(task, "train", data_dir, seed=seed)
@@ -128,7 +128,7 @@ def _encoded(
 
     if encoder.identity is None or task.modality != "text":  # nothing to be sure by; pictures are files of their own
         return encoder.encode_all(choose())
-    source = origin(task, "train", data_dir, seed=seed)
+    source = data.origin()
     examples = [] if source else choose()
 
     def make() -> list[np.ndarray | None]:
@@ -139,7 +139,7 @@ def _encoded(
         cache.key(encoder.identity, source, cap and (cap, drawn_by), *examples),
         task.name,
         make,
-        lambda: source == origin(task, "train", data_dir, seed=seed),  # no file has changed while it was read
+        lambda: source == data.origin(),  # no file has changed while it was read
     )
     task_id = encoder.task_ids[task.name]
     return [Encoded(row[1:], int(row[0]), task_id) for row in rows if row is not None]
@@ -195,7 +195,7 @@ class StreamingMixture(IterableDataset[Encoded]):
         for turn in count():
             rng = random.Random(f"{self.seed}/{task.name}/{self.epoch}/{turn}")
             buffer: list[Example] = []
-            for example in stream_examples(task, "train", self.data_dir, seed=self.seed, streaming=True):
+            for example in SplitData(task, "train", self.data_dir, self.seed).examples(streaming=True):
                 if len(buffer) < _BUFFER:
                     buffer.append(example)
                     continue
