@@ -14,9 +14,6 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.cells import Row
 from monkeyjump.tasks.media import IMAGE_ENDINGS
 
-_DELIMITERS = ",;\t|"
-_LARGEST_CELL = 2**31 - 1  # Python's own limit is 128 KiB, less than a long document
-
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, one at a time. Its ending says what it is."""
@@ -55,8 +52,7 @@ def _json(path: Path) -> Iterator[Row]:
         content = _parsed(file.read(), path, "the content")
     if not isinstance(content, list):
         raise _bad(path, f"holds a {type(content).__name__}: write a list of objects, or one object a line as .jsonl")
-    for number, row in enumerate(content, start=1):
-        yield _object(row, path, f"entry {number}")
+    yield from (_object(row, path, f"entry {number}") for number, row in enumerate(content, start=1))
 
 
 def _parsed(text: str, path: Path, where: str) -> Any:
@@ -77,16 +73,21 @@ def _object(row: Any, path: Path, where: str) -> Row:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(_LARGEST_CELL)
+    csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
     with _open(path, newline="") as file:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
+        # the separator that the line of names has most of, outside quotes
+        separator = "\t" if _ending(path).startswith(".tsv") else max(",;\t|", key="".join(first.split('"')[::2]).count)
         # strict: a quote that is opened and not closed would swallow the rest of the file as one cell
-        reader = csv.reader(file, delimiter=_delimiter(first, path), strict=True)
+        reader = csv.reader(file, delimiter=separator, strict=True)
         rows = (cells for cells in reader if any(cell.strip() for cell in cells))
         try:
             names = [name.strip() for name in next(rows, [])]
-            _check_names(names, path)
+            if not names:
+                raise _bad(path, "is empty: its first line must name the columns")
+            if twice := sorted({name for name in names if names.count(name) > 1 and name}):
+                raise _bad(path, f"names the columns {', '.join(map(repr, twice))} twice", " Rename one of each.")
             for cells in rows:
                 if len(cells) != len(names):
                     raise _bad(
@@ -99,22 +100,6 @@ def _csv(path: Path) -> Iterator[Row]:
             raise _bad(
                 path, f"line {reader.line_num} is not CSV ({error})", " Quotes inside a cell come twice."
             ) from error
-
-
-def _delimiter(header: str, path: Path) -> str:
-    """The separator that the line of names has most of, outside quotes."""
-    if _ending(path).startswith(".tsv"):
-        return "\t"
-    plain = "".join(header.split('"')[::2])
-    return max(_DELIMITERS, key=plain.count)
-
-
-def _check_names(names: list[str], path: Path) -> None:
-    if not names:
-        raise _bad(path, "is empty: its first line must name the columns")
-    twice = sorted({name for name in names if names.count(name) > 1 and name})
-    if twice:
-        raise _bad(path, f"names the columns {', '.join(map(repr, twice))} twice", " Rename one of each.")
 
 
 # -- parquet ------------------------------------------------------------------------------------

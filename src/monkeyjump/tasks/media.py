@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 LEAVE_OUT = "leave its row out (data.bad_media=drop does so with all such rows)"
 MediaKind = Literal["image", "video"]
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_ORIENTATION = 0x0112  # the EXIF tag
-_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # its values as Pillow's transpositions
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +91,7 @@ def _inside(folder: Path | None, name: str, kind: str) -> Path:
         raise BadMediaError(
             f"{kind} {name!r} is a path, but these rows come without files. Put the rows and the files into a folder."
         )
-    root = _resolved(folder)
+    root = folder.resolve()
     path = (root / name).resolve()
     if Path(name).is_absolute() or not path.is_relative_to(root):
         raise BadMediaError(
@@ -106,11 +101,6 @@ def _inside(folder: Path | None, name: str, kind: str) -> Path:
     if not path.is_file():
         raise BadMediaError(f"{kind} {name!r}: there is no such file in {str(folder)!r}. Paths count from that folder.")
     return path
-
-
-@lru_cache(maxsize=64)
-def _resolved(folder: Path) -> Path:
-    return folder.resolve()
 
 
 def stored(media: Media) -> Media:
@@ -124,11 +114,7 @@ def stored(media: Media) -> Media:
     path = cache.folder().parent / "media" / name[:2] / name
     with suppress(OSError):
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            number, scratch = tempfile.mkstemp(dir=path.parent)
-            with open(number, "wb") as file:
-                file.write(media.content)
-            os.replace(scratch, path)
+            cache.put(path, media.content)
         return Media(media.kind, str(path))
     return media
 
@@ -145,7 +131,10 @@ def open_image(media: Media) -> Image:
             if limit and image.width * image.height > limit:
                 raise Image.DecompressionBombError
             image.load()
-            return _rgb(_upright(image, Image), Image)
+            upright = image
+            with suppress(Exception):  # damaged EXIF: the picture itself is good
+                upright = _package("PIL.ImageOps", "Pillow").exif_transpose(image)
+            return _rgb(upright, Image)
     except Image.DecompressionBombError as error:
         raise BadMediaError(
             f"image {media.name} has more than {Image.MAX_IMAGE_PIXELS:,} pixels. Scale it down, set "
@@ -153,14 +142,6 @@ def open_image(media: Media) -> Image:
         ) from error
     except Exception as error:  # decoders of damaged files raise almost anything
         raise _unreadable(media, error) from error
-
-
-def _upright(image: Image, pillow: Any) -> Image:
-    try:
-        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # damaged EXIF: the picture itself is good
-        return image
-    return image if turn is None else image.transpose(pillow.Transpose(turn))
 
 
 def _rgb(image: Image, pillow: Any) -> Image:
