@@ -26,7 +26,7 @@ from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.pictures import FRAMES
-from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat
+from monkeyjump.tasks.task import AnswerFormat
 
 __all__ = ["EvaluationReport", "EvaluationSettings", "evaluate", "has_adapter", "load_adapter", "without_adapter"]
 
@@ -53,10 +53,6 @@ class EvaluationSettings:
         problems = []
         if self.mode not in MODES:
             problems.append(f"mode={self.mode!r} must be one of {', '.join(MODES)}.{did_you_mean(self.mode, [*MODES])}")
-        if self.answer_format is not None and self.answer_format not in ANSWER_FORMATS:
-            problems.append(
-                f"answer_format={self.answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}, or None."
-            )
         for name in ("limit", "batch_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

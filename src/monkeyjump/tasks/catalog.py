@@ -38,8 +38,7 @@ class TaskState:
 
 def register(task: Task) -> Task:
     """Add a task of your own; its name must be free."""
-    taken = [*_TASKS.names(), *_MMT47, *groups()]
-    if task.name in taken:
+    if task.name in (*_TASKS, *_MMT47, *groups()):
         raise ConfigError(f"task name {task.name!r} is taken. Choose another name.")
     return _TASKS.add(task.name, task)
 
@@ -106,13 +105,13 @@ def describe(data_dir: str | Path | None = None, tasks: Iterable[Task] | None = 
 
 
 def _state(task: Task, data_dir: str | Path | None) -> str:
-    if isinstance(task.source, GeneratedSource):
-        return "built in"
-    if isinstance(task.source, FileSource):
-        return "local" if all(path.exists() for path in task.source.files.values()) else "missing"
-    if data_dir is None:
-        return "to unpack" if isinstance(task.source, HubSource) and task.source.unpack else "on the hub"
-    folder = Path(data_dir).expanduser() / task.name
-    if copy_of(task.source, data_dir):
-        return "in the folder"
-    return "in the folder" if find_file(folder, "train") and find_file(folder, "test") else "missing"
+    match task.source:
+        case GeneratedSource():
+            return "built in"
+        case FileSource(files=files):
+            return "local" if all(path.exists() for path in files.values()) else "missing"
+        case HubSource(unpack=unpack) if data_dir is None:
+            return "to unpack" if unpack else "on the hub"
+    folder = Path(data_dir or "").expanduser() / task.name
+    there = copy_of(task.source, data_dir) or (find_file(folder, "train") and find_file(folder, "test"))
+    return "in the folder" if there else "missing"

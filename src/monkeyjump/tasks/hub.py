@@ -44,13 +44,13 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
         raise ConfigError(
             f"task {task.name!r} has no split for {split}, only for {', '.join(source.splits)}. Add it to its data."
         )
-    folder = f"a folder with {task.name}/{split}.jsonl as the data folder"
+    instead = f"or pass a folder with {task.name}/{split}.jsonl as the data folder."
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
             f"task {task.name!r}: reading {source.id!r} from the hub needs the package `datasets`, which is not "
-            f"installed. Run `pip install 'monkeyjump[hub]'`, or pass {folder}.",
+            f"installed. Run `pip install 'monkeyjump[hub]'`, {instead}",
             title="data not available",
         ) from error
     if copy is None and not hub_reachable():  # what is in the cache already still loads, and at once
@@ -61,13 +61,13 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
             name, source.config, split=source.splits[split], revision=revision, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError) as error:  # datasets raises any of these for what is not there
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        advice = "Download it again" if copy else "Look at its page on the hub"
-        problem = f"did not load from {copy or 'the hub'} ({reason}). {advice}, or pass {folder}."
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = f"{'Download it again' if copy else 'Look at its page on the hub'}, {instead}"
+        problem = f"did not load from {copy or 'the hub'} ({reason}). {advice}"
         if not copy and not hub_reachable():
             problem = (
                 f"did not load from the hub, which cannot be used ({why_unreachable()}), and is not in its cache. Go "
-                "online once, or say --data DIR with DIR/TASK/train.jsonl and test.jsonl."
+                f"online once, {instead}"
             )
         raise ConfigError(f"task {task.name!r} of {source.id!r}: {problem}", title="data not available") from error
     rows = _undecoded(rows) if task.media else rows

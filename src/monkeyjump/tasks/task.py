@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -157,9 +157,6 @@ class Task:
                 f"({', '.join(example.options)}). Correct the row, or the task's options."
             )
         return example
-
-    def examples(self, rows: Iterable[Row]) -> list[Example]:
-        return [self.example(row, number) for number, row in enumerate(rows, start=1)]
 
     def _media(self, row: Row, number: int, folder: Path | None) -> tuple[Media, ...]:
         kind = self.kind(row) if self.kind else self.modality
