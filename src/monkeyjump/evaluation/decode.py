@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from monkeyjump.errors import MonkeyJumpWarning
-from monkeyjump.evaluation.caches import Slots
 from monkeyjump.evaluation.forward import AnswerReader, Prefix
 from monkeyjump.evaluation.jobs import Batch
 from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
@@ -36,6 +35,38 @@ from monkeyjump.tuner.model import find_context
 
 _STEPS_BETWEEN_LOOKS = 8  # steps after which it is asked, once, whether every row has ended
 _SLOTS = 64
+
+
+class _Slots(DynamicLayer):
+    """Keys and values [rows, heads, slots, width] that stay where they are; a token is written into slot `place`.
+
+    Transformers' own static layer counts its tokens on the device, and whoever asked for the number would wait.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, like: Any, rows: int, slots: int, place: Tensor) -> None:
+        super().__init__()
+        # Zeros: a slot that no token has been written to is masked, but a NaN would show through the mask.
+        self.keys, self.values = (
+            given.new_zeros(rows, given.shape[1], slots, given.shape[3]) for given in (like.keys, like.values)
+        )
+        self.is_initialized, self.place = True, place
+
+    def fill(self, given: Any) -> None:
+        """Begin with the tokens of a growing layer."""
+        rows, _, width, _ = given.keys.shape
+        self.keys[:rows, :, :width].copy_(given.keys)
+        self.values[:rows, :, :width].copy_(given.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.place, key_states)
+        self.values.index_copy_(2, self.place, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2]
 
 
 class Decoder:
@@ -119,7 +150,7 @@ class _Recorded(_Choice):
         zeros, self.graph = like.lengths.new_zeros, graph
         self.token, self.positions, self.place, self.tokens = zeros(R, 1), zeros(R, 1), zeros(1), zeros(R, S)
         self.ended, self.mask = zeros(R, dtype=torch.bool), zeros(R, 1, 1, S, dtype=torch.bool)
-        self.layers = [Slots(layer, R, S, self.place) for layer in like.cache.layers]
+        self.layers = [_Slots(layer, R, S, self.place) for layer in like.cache.layers]
         self.cache, self.task_ids = Cache(layers=list(self.layers)), zeros(R)
         self.generation = Generation(S, self.task_ids)
         self.decisions = {key: made.new_zeros(R, *made.shape[1:]) for key, made in _decisions(like).items()}

@@ -17,10 +17,9 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.forward import short_collections
 from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
-from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.report import EvaluationReport, mean_rows
 from monkeyjump.evaluation.rows import task_row
-from monkeyjump.evaluation.score import Scorer, Sides
+from monkeyjump.evaluation.score import Memory, Scorer, Sides
 from monkeyjump.evaluation.shown import chosen_answers
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples

@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from typing import Any
 
@@ -33,7 +34,7 @@ from monkeyjump.evaluation.answers import free_credit, match_option, number_in
 from monkeyjump.evaluation.decode import Decoder
 from monkeyjump.evaluation.forward import AnswerReader, evaluating
 from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs, waves
-from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.encode import EncodeCounts, Encoder
 from monkeyjump.tasks.task import Example
 
 NO_ANSWER = "(no valid answer)"  # counted as an answer of its own where no option was named
@@ -167,6 +168,40 @@ class Scorer:
                     logprobs = list(islice(values, len(job.answers)))
                     found.append((job, _likeliest(job, logprobs)))
         return found
+
+
+@dataclass
+class Memory:
+    """What scoring adapters of one base model needs only once: the jobs of examples, and the base model's answers.
+
+    Examples are recognised by their content, so that other rows, as another seed may give, are encoded and scored.
+    """
+
+    _base: dict[Job, Prediction] = field(default_factory=dict)
+    _encoded: dict[Any, list[tuple[list[Example], list[Job], EncodeCounts]]] = field(default_factory=dict)
+
+    def jobs(self, encoder: Encoder, examples: list[Example], mode: Mode) -> list[Job]:
+        """The same as `make_jobs`, with its counts."""
+        task, counts = examples[0].task, encoder.counts
+        key = task, encoder.task_ids.get(task), encoder.max_length, encoder.answer_format, mode
+        for seen, jobs, known in self._encoded.setdefault(key, []):
+            if seen == examples:
+                for name, count in vars(counts).items():
+                    count[task] += getattr(known, name)[task]
+                return jobs
+        jobs = make_jobs(encoder, examples, mode)
+        self._encoded[key].append((examples, jobs, deepcopy(counts)))
+        return jobs
+
+    def score(self, scorer: Scorer, lists: list[Future[list[Job]]], sides: Sides) -> dict[str, dict[Job, Prediction]]:
+        """The same as `scorer.score`, without the base model where it has answered all of this before."""
+        known = "base" in sides and all(job in self._base for jobs in lists for job in jobs.result())
+        if known and scorer.progress is not None:
+            scorer.progress.update(sum(len(jobs.result()) for jobs in lists))
+        left = {side: switched for side, switched in sides.items() if not (known and side == "base")}
+        found = scorer.score((jobs.result() for jobs in lists), left)
+        self._base.update(found.get("base", {}))
+        return {**({"base": self._base} if known else {}), **found}
 
 
 def _fetched(outputs: list[Tensor]) -> Iterator[Tensor]:
