@@ -106,27 +106,20 @@ class Decoder:
         return recorded
 
 
-class _Choice:
-    """How the next token is chosen."""
-
-    def __init__(self, reader: AnswerReader, ends: Tensor) -> None:
-        self.reader, self.ends = reader, ends
-
-    def chosen(self, logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token of each row, and which rows have ended with it: [R, V], [R] -> [R], [R]."""
-        tokens = logits.argmax(-1).masked_fill(ended, self.reader.pad_id)
-        return tokens, ended | (tokens.unsqueeze(1) == self.ends).any(1)
+def _chosen(reader: AnswerReader, ends: Tensor, logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token of each row, and which rows have ended with it: [R, V], [R] -> [R], [R]."""
+    tokens = logits.argmax(-1).masked_fill(ended, reader.pad_id)
+    return tokens, ended | (tokens.unsqueeze(1) == ends).any(1)
 
 
-class _Rows(_Choice):
+class _Rows:
     """Decoding as it comes, on a cache that grows."""
 
     def __init__(self, reader: AnswerReader, ends: Tensor, prefix: Prefix, steps: int) -> None:
-        super().__init__(reader, ends)
-        self.prefix = prefix
+        self.reader, self.ends, self.prefix = reader, ends, prefix
         self.mask = nn.functional.pad(prefix.mask.long(), (0, steps), value=1)
         nobody = torch.zeros_like(prefix.lengths, dtype=torch.bool)
-        tokens, self.ended = self.chosen(prefix.logits[:, -1], nobody)
+        tokens, self.ended = _chosen(reader, ends, prefix.logits[:, -1], nobody)
         self.tokens = [tokens]
 
     def advance(self) -> None:
@@ -135,19 +128,18 @@ class _Rows(_Choice):
         with belonging_to(prefix.generation):
             ids = self.tokens[-1].unsqueeze(1)
             output = self.reader.call(ids, seen, positions.unsqueeze(1), prefix.cache, keep=1)
-        tokens, self.ended = self.chosen(output.logits[:, -1], self.ended)
+        tokens, self.ended = _chosen(self.reader, self.ends, output.logits[:, -1], self.ended)
         self.tokens.append(tokens)
 
     def found(self) -> Tensor:
         return torch.stack(self.tokens, 1)
 
 
-class _Recorded(_Choice):
+class _Recorded:
     """Decoding by one recorded step, for R rows and S slots. Rows without a prompt have ended before they begin."""
 
     def __init__(self, reader: AnswerReader, ends: Tensor, like: Prefix, R: int, S: int, graph: Graph) -> None:
-        super().__init__(reader, ends)
-        zeros, self.graph = like.lengths.new_zeros, graph
+        zeros, self.graph, self.reader, self.ends = like.lengths.new_zeros, graph, reader, ends
         self.token, self.positions, self.place, self.tokens = zeros(R, 1), zeros(R, 1), zeros(1), zeros(R, S)
         self.ended, self.mask = zeros(R, dtype=torch.bool), zeros(R, 1, 1, S, dtype=torch.bool)
         self.layers = [_Slots(layer, R, S, self.place) for layer in like.cache.layers]
@@ -175,7 +167,7 @@ class _Recorded(_Choice):
         self.mask[rows, 0, 0, : self.width].copy_(prefix.mask)
         self.place.fill_(self.width)
         self.ended.fill_(True)
-        tokens, ended = self.chosen(prefix.logits[:, -1], torch.zeros_like(self.ended[rows]))
+        tokens, ended = _chosen(self.reader, self.ends, prefix.logits[:, -1], torch.zeros_like(self.ended[rows]))
         self.ended[rows].copy_(ended)
         self.token[rows, 0].copy_(tokens)
         self.tokens[rows, self.width].copy_(tokens)
@@ -196,7 +188,7 @@ class _Recorded(_Choice):
         self.mask.index_fill_(3, self.place, True)
         with belonging_to(self.generation):
             output = self.reader.call(self.token, self.mask, self.positions, self.cache, keep=1)
-        tokens, ended = self.chosen(output.logits[:, -1], self.ended)
+        tokens, ended = _chosen(self.reader, self.ends, output.logits[:, -1], self.ended)
         self.ended.copy_(ended)
         self.token.copy_(tokens.unsqueeze(1))
         self.positions.add_(1)
