@@ -79,7 +79,7 @@ def percentile_interval(replicates: Floats) -> Interval:
     good = replicates[~np.isnan(replicates)]
     if good.size == 0:
         return Interval(math.nan, math.nan)
-    low, high = np.quantile(good, [0.025, 0.975])
+    low, high = np.quantile(good, [(1 - 0.95) / 2, (1 + 0.95) / 2])
     return Interval(float(low), float(high))
 
 
