@@ -219,7 +219,9 @@ def folders(tmp_path, tokenizer):
 
 def test_load_adapter(folders, tokenizer):
     _, folder, adapted = folders
-    (folder / "recipe.json").write_text(json.dumps({"model": "no/such/thing", "tasks": ["boolq", "piqa"]}))
+    (folder / "recipe.json").write_text(
+        json.dumps({"model": "no/such/thing", "origin": {"task_ids": {"boolq": 0, "piqa": 1}}})
+    )
     model, loaded_tokenizer = load_adapter(folder)
     assert model.monkeyjump_task_ids == {"boolq": 0, "piqa": 1}
     assert not model.training

@@ -141,14 +141,10 @@ def _encoder(model: nn.Module, tokenizer: Any, tasks: Sequence[Task], settings: 
 
 def _settings(settings: EvaluationSettings | None, changes: dict[str, Any]) -> EvaluationSettings:
     known = [field.name for field in fields(EvaluationSettings)]
-    unknown = [name for name in changes if name not in known]
-    if unknown:
-        raise ConfigError(
-            [
-                f"evaluate has no setting {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
-                for name in unknown
-            ]
-        )
+    unknown = (name for name in changes if name not in known)
+    hints = [f"evaluate has no setting {name!r}.{did_you_mean(name, known)}" for name in unknown]
+    if hints:
+        raise ConfigError([*hints[:-1], f"{hints[-1]} Known: {', '.join(known)}."])
     return replace(settings or EvaluationSettings(), **changes)
 
 
