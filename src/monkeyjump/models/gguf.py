@@ -12,11 +12,15 @@ def load_gguf(folder: str, gguf_file: str, dtype: Any, **kwargs: Any) -> Any:
     import transformers
 
     require_gguf(gguf_file)
-    dense = getattr(transformers, "GgufConfig", None)  # older 5.x releases always unpack and have no such class
-    if dense is not None:
-        kwargs.setdefault("quantization_config", dense(dequantize=True))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=dtype, **kwargs)
-    _forget_gguf(model)
+    kwargs.setdefault("quantization_config", transformers.GgufConfig(dequantize=True))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=dtype, **kwargs)
+    # the weights are ordinary floats now, and must save and train as such
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    model.is_quantized = False
     return model
 
 
@@ -29,13 +33,3 @@ def require_gguf(gguf_file: str) -> None:
             "Run `pip install 'monkeyjump[cli]'`, or pass a folder with safetensors.",
             title="model not available",
         ) from error
-
-
-def _forget_gguf(model: Any) -> None:
-    """The weights are ordinary floats now, and must save and train as such."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        del model.config.quantization_config
-    for name in ("hf_quantizer", "quantization_method"):
-        if hasattr(model, name):
-            delattr(model, name)
-    model.is_quantized = False

@@ -27,11 +27,6 @@ def is_visual(config: Any) -> bool:
     return "vision_config" in getattr(config, "sub_configs", ())
 
 
-def register_tiny() -> None:
-    """Make the classes of `vlm-tiny` known to Transformers."""
-    import monkeyjump.models.vlm_tiny  # noqa: F401
-
-
 class VisualProcessor:
     """A processor where other models have a tokenizer, and what the model takes of what it makes."""
 
@@ -56,9 +51,9 @@ def load_processor(source: str, options: dict[str, Any], tokenizer: Any, model: 
             title="missing package",
         ) from error
     if model.config.model_type == "monkeyjump_vlm":
-        from monkeyjump.models.vlm_tiny import processor_of
+        from monkeyjump.models.vlm_tiny import TinyProcessor
 
-        return processor_of(tokenizer, model)
+        return VisualProcessor(TinyProcessor(tokenizer), tokenizer, model)
     try:
         processor = AutoProcessor.from_pretrained(source, **options)
     except (ImportError, OSError):  # it wants a processor for clips: torchvision, or a file, is missing
@@ -118,11 +113,10 @@ class Frames:
         from transformers import BatchFeature
 
         clips = videos if isinstance(videos[0], list | tuple) else [videos]
-        found = []
-        size = self.image_processor.size["width"], self.image_processor.size["height"]
+        found, size = [], (self.image_processor.size["width"], self.image_processor.size["height"])
         for clip in clips:
-            several = [frame.resize(size, Image.Resampling.BICUBIC) for frame in clip]
-            several.append(several[-1])  # one frame alone would be cut into tiles
-            pixels = self.image_processor(images=[several], return_tensors="pt")["pixel_values"]
+            frames = [frame.resize(size, Image.Resampling.BICUBIC) for frame in (*clip, clip[-1])]
+            # one frame more: one alone would be cut into tiles
+            pixels = self.image_processor(images=[frames], return_tensors="pt")["pixel_values"]
             found.append(pixels[: len(clip), 0])
         return BatchFeature({"pixel_values_videos": torch.stack(found)})
