@@ -25,7 +25,7 @@ FREE_ANSWER_TOKENS = 64  # what a free answer may take
 _WAVE = 4  # full batches of a wave, once the device is busy
 _ROOM = 8  # tokens beyond the longest option: "The answer is B."
 # The shortest prompt of a large batch, as a part of the longest; rows that generate cost more than their prompts.
-_ALIKE = {"scores": 0.8, "generates": 0.5}
+_ALIKE, _ALIKE_GENERATED = 0.8, 0.5
 _GENERATED_ROWS = 256  # more would fill the memory with the cache, and tokens are not made faster
 _LOGIT_WEIGHT = 4  # an answer position holds a row of logits: it counts as this many plain tokens of a batch
 _CACHED_PER_TOKEN = 4  # every answer has its copy of the prompt's cache: as many cached tokens count as a plain one
@@ -122,7 +122,7 @@ def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
             batch, longest, answers = batches[-1], max(longest, job.longest), answers + len(job.answers)
             cost = _cost(job.kind, len(batch.jobs) + 1, width, answers, longest)
             # A batch that is large enough ends before its prompts get much shorter.
-            part = _ALIKE["generates" if job.kind[0] else "scores"]
+            part = _ALIKE_GENERATED if job.kind[0] else _ALIKE
             alike = len(job.prompt) >= part * width or batch.cost < batch_tokens // 4
             fits = cost <= batch_tokens and not (job.kind[0] and len(batch.jobs) >= _most_rows(width, batch_tokens))
             if fits and alike:

@@ -83,8 +83,10 @@ def mean_rows(
 
     A task without a score (NaN) is left out. Intervals redraw the examples within each task; the tasks are given.
     """
-    families = {row.family: [other for other in rows if other.family == row.family] for row in rows}
-    means = [_mean_row("family", f"{name} mean", name, members, replicates) for name, members in families.items()]
+    means = [
+        _mean_row("family", f"{name} mean", name, [row for row in rows if row.family == name], replicates)
+        for name in dict.fromkeys(row.family for row in rows)
+    ]
     return means, _mean_row("overall", "overall mean", "", rows, replicates)
 
 
@@ -96,8 +98,7 @@ def _mean_row(
     replicates: Mapping[str, Mapping[str, Floats]],
 ) -> ReportRow:
     shares = [r.majority for r in rows if r.n]
-    known = [share for share in shares if share is not None]
-    majority = sum(known) / len(known) if known and len(known) == len(shares) else None
+    majority = None if not shares or None in shares else sum(share or 0.0 for share in shares) / len(shares)
     row = ReportRow(kind=kind, task=name, family=family, metric="mean", n=len(rows), majority=majority)
     drawn: dict[str, Floats] = {}
     for side in ("base", "adapter"):
@@ -160,14 +161,8 @@ class EvaluationReport:
         names = [f"{m}{end}" for m in _MEASURES for end in ("", "_low", "_high")]
         last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "base_nll", "adapter_nll"]
         last += ["dropped", "truncated", "unreadable"]
-        lines: list[Any] = [[*plain, *names, *last]]
-        for row in self.ordered():
-            values: list[Any] = [getattr(row, name) for name in plain]
-            for measure in _MEASURES:
-                interval = getattr(row, f"{measure}_interval")
-                values += [getattr(row, measure), *((interval.low, interval.high) if interval else (None, None))]
-            lines.append(jsonable([*values, *(getattr(row, name) for name in last)]))
-        return csv_text(lines)
+        columns = [*plain, *names, *last]
+        return csv_text([columns, *(jsonable([_value(row, name) for name in columns]) for row in self.ordered())])
 
     def to_html(self) -> str:
         """One self-contained page."""
@@ -232,6 +227,14 @@ class EvaluationReport:
     def _below(self, width: int) -> str:
         notes = ["".join(c if c.isprintable() else " " for c in note) for note in (_LEGEND, *self.notes())]
         return "\n".join(textwrap.fill(note, width) for note in notes)
+
+
+def _value(row: ReportRow, column: str) -> Any:
+    """What a row has in a column of the CSV file; `base_low` is the lower end of `base_interval`."""
+    measure, _, end = column.rpartition("_")
+    if end in ("low", "high"):
+        return getattr(getattr(row, f"{measure}_interval"), end, None)
+    return getattr(row, column)
 
 
 def _constant_sides(row: ReportRow) -> list[str]:

@@ -35,11 +35,6 @@ def _numbers(predictions: Sequence[Prediction]) -> tuple[list[float], list[float
     return predicted, [float(prediction.gold_value or 0.0) for prediction in predictions]
 
 
-def _mean_nll(predictions: Sequence[Prediction]) -> float | None:
-    found = [nll for prediction in predictions if (nll := prediction.nll) is not None]
-    return metrics.mean(found) if found else None
-
-
 def _frequent_answers(
     metric: str, examples: Sequence[Example], sides: Mapping[str, Sequence[Prediction]]
 ) -> dict[str, Any]:
@@ -88,26 +83,17 @@ def task_row(
 ) -> tuple[ReportRow, dict[str, metrics.Floats]]:
     """The row of a task, and its scores resampled for the intervals of means."""
     replicates = _replicates(task.metric, sides, seed + zlib.crc32(task.name.encode()))
-    scores = {side: task_score(task.metric, found) for side, found in sides.items()}
-    intervals = {
-        side: metrics.percentile_interval(replicates[side])
-        if task.metric in ("spearman", "vqa_accuracy")
-        else metrics.wilson(sum(prediction.credit for prediction in found), len(found))
-        for side, found in sides.items()
-    }
-    row = ReportRow(
-        kind="task",
-        task=task.name,
-        family=task.family,
-        metric=task.metric,
-        mode=mode,
-        n=len(next(iter(sides.values()))),
-        base=scores.get("base"),
-        adapter=scores.get("adapter"),
-        base_interval=intervals.get("base"),
-        adapter_interval=intervals.get("adapter"),
-        base_nll=_mean_nll(sides.get("base", [])),
-        adapter_nll=_mean_nll(sides.get("adapter", [])),
-        **_frequent_answers(task.metric, examples, sides),
-    )
+    found = _frequent_answers(task.metric, examples, sides)
+    for side, predictions in sides.items():
+        credits = [prediction.credit for prediction in predictions]
+        nlls = [nll for prediction in predictions if (nll := prediction.nll) is not None]
+        resampled = task.metric in ("spearman", "vqa_accuracy")
+        found |= {
+            side: task_score(task.metric, predictions),
+            f"{side}_interval": metrics.percentile_interval(replicates[side])
+            if resampled
+            else metrics.wilson(sum(credits), len(credits)),
+            f"{side}_nll": metrics.mean(nlls) if nlls else None,
+        }
+    row = ReportRow("task", task.name, task.family, task.metric, len(next(iter(sides.values()))), mode, **found)
     return row.with_difference(replicates), replicates

@@ -130,9 +130,14 @@ class Scorer:
         waiting, done, outputs = deque(batches), [], []
         decoder = Decoder(self.reader, self.end_ids) if any(b.jobs[0].mode == "generate" for b in batches) else None
         while waiting:
-            batch = waiting.popleft()
-            output = self._output(batch, decoder)
-            if output is None:
+            batch, output = waiting.popleft(), None
+            answer = decoder.answers if decoder and batch.jobs[0].mode == "generate" else self.reader.answer_logprobs
+            try:
+                output = answer(batch)
+            except torch.OutOfMemoryError:
+                if len(batch.jobs) == 1:
+                    raise
+            if output is None:  # outside of the handler, which would hold what the forward has made
                 self.batch_tokens = min(self.batch_tokens, batch.cost) // 2
                 remaining = [job for part in (batch, *waiting) for job in part.jobs]
                 waiting = deque(make_batches(remaining, self.batch_tokens))
@@ -142,17 +147,6 @@ class Scorer:
             if self.progress is not None:
                 self.progress.update(len(batch.jobs))
         return done, outputs
-
-    def _output(self, batch: Batch, decoder: Decoder | None) -> Tensor | None:
-        """Log-probabilities or generated ids on the device; None where its memory is too small for the batch."""
-        try:
-            if decoder is not None and batch.jobs[0].mode == "generate":
-                return decoder.answers(batch)
-            return self.reader.answer_logprobs(batch)
-        except torch.OutOfMemoryError:
-            if len(batch.jobs) == 1:
-                raise
-        return None
 
     def _predictions(self, batches: list[Batch], outputs: Iterator[Tensor]) -> list[tuple[Job, Prediction]]:
         found = []

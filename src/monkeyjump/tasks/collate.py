@@ -58,13 +58,7 @@ class PaddingCollator:
     def _width(self, longest: int) -> int:
         if not self.buckets:
             return -(-longest // self.multiple_of) * self.multiple_of
-        fitting = [size for size in self.buckets if size >= longest]
-        if not fitting:
-            raise ConfigError(
-                f"buckets={list(self.buckets)}: none holds a sequence of {longest} tokens. "
-                "Add a bucket as large as max_length."
-            )
-        return min(fitting)
+        return min(size for size in self.buckets if size >= longest)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def how_to_get(source: Source) -> str:
     """The commands for a copy of a dataset that must be unpacked; others come by themselves."""
     if not isinstance(source, HubSource) or not source.unpack:
         return "leave out the data folder to use the hub."
-    copy = f"DIR/{source.copy_name}"
+    copy = f"DIR/{source.id.split('/')[-1]}"
     return (
         f"make a copy: `hf download {source.id} --repo-type dataset --local-dir {copy}`, then "
         f"`{source.unpack.format(copy)}`, and say `--data DIR`."
@@ -26,7 +26,7 @@ def copy_of(source: Source, data_dir: str | Path | None) -> Path | None:
     """A copy of a whole dataset of the hub below the data folder."""
     if data_dir is None or not isinstance(source, HubSource):
         return None
-    folder = Path(data_dir).expanduser() / source.copy_name
+    folder = Path(data_dir).expanduser() / source.id.split("/")[-1]
     return folder if folder.is_dir() else None
 
 

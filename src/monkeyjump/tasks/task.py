@@ -102,11 +102,6 @@ class HubSource:
     media: str = ""
     unpack: str = ""
 
-    @property
-    def copy_name(self) -> str:
-        """The folder below the data folder that holds a copy of the whole dataset, if there is one."""
-        return self.id.split("/")[-1]
-
 
 @dataclass(frozen=True)
 class FileSource:
