@@ -6,7 +6,6 @@ Everything is deterministic: resampling is drawn from the given seed.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -25,14 +24,6 @@ class Interval:
 
     low: float
     high: float
-
-
-def most_frequent(answers: Sequence[str]) -> tuple[str | None, float | None]:
-    """The answer that occurs most often (of equally frequent ones the first) and its share; None for no answers."""
-    if not answers:
-        return None, None
-    [(answer, count)] = Counter(answers).most_common(1)
-    return answer, count / len(answers)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from monkeyjump.evaluation.jobs import Mode
 from monkeyjump.evaluation.report import ReportRow
 from monkeyjump.evaluation.score import NO_ANSWER, Prediction
 from monkeyjump.tasks import Example, Task
+from monkeyjump.tasks.cells import most_frequent
 from monkeyjump.tasks.task import LETTERS
 
 
@@ -42,10 +43,12 @@ def _frequent_answers(
     found: dict[str, Any] = {}
     same_options = len({example.options for example in examples}) == 1
     for side, predictions in sides.items():
-        pairs = [_answer_texts(examples[p.index], p, same_options) for p in predictions]
-        found[f"{side}_top_answer"], found[f"{side}_top"] = metrics.most_frequent([said for said, _ in pairs])
-        if metric != "spearman":  # a constant ranks nothing, so that there is no score of one
-            found["majority_answer"], found["majority"] = metrics.most_frequent([right for _, right in pairs])
+        if not predictions:
+            continue
+        said, right = zip(*(_answer_texts(examples[p.index], p, same_options) for p in predictions), strict=True)
+        counted = {f"{side}_top": said} if metric == "spearman" else {f"{side}_top": said, "majority": right}
+        for name, answers in counted.items():  # a constant ranks nothing: there is no majority of a rank correlation
+            found |= {f"{name}_answer": (answer := most_frequent(answers)), name: answers.count(answer) / len(answers)}
     return found
 
 

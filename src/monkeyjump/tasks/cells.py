@@ -8,6 +8,7 @@ import json
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,7 +118,7 @@ def listed(value: Any, path: str) -> list[Any]:
 
 def most_frequent(answers: Sequence[str]) -> str:
     """The answer of most people; of equally frequent ones the first."""
-    return max(dict.fromkeys(answers), key=answers.count)
+    return Counter(answers).most_common(1)[0][0]
 
 
 def missing(value: Any) -> bool:

@@ -87,18 +87,32 @@ class SplitData:
         path, source, split = self.path, self.task.source, self.stored_split
         if path is not None and path.exists():
             return read_rows(path)
-        copy = copy_of(source, self.data_dir)
-        if self.data_dir is not None and isinstance(source, HubSource) and not copy:  # others bring their own data
-            raise ConfigError(
-                _not_in_folder(self.task, split, Path(self.data_dir).expanduser()), title="data not found"
-            )
         match source:
             case GeneratedSource(generate=generate):
                 return generate(split, self.seed)
-            case FileSource():
-                raise ConfigError(_no_file(self.task, split, path), title="data not found")
             case HubSource():
-                return hub_rows(self.task, source, split, streaming, copy)
+                copy = copy_of(source, self.data_dir)
+                if copy or self.data_dir is None:
+                    return hub_rows(self.task, source, split, streaming, copy)
+        raise ConfigError(f"task {self.task.name!r}{self._missing(path)}", title="data not found")
+
+    def _missing(self, path: Path | None) -> str:
+        name, split, source = self.task.name, self.stored_split, self.task.source
+        if isinstance(source, FileSource) and path is None:
+            return f" names no {split} file, only {', '.join(source.files)}. Add `{split}:` to its data."
+        if path is not None:
+            return (
+                f": no such data file: {path} ({split}). Paths count from the task's file. Put it there, or give a "
+                f"folder that holds {name}/{split}{''.join(path.suffixes)} with --data DIR."
+            )
+        folder = Path(self.data_dir or "").expanduser()
+        if not folder.is_dir():
+            return f": its data folder {str(folder)!r} does not exist. Check the path."
+        there = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "no folders"
+        return (
+            f": no {name}/{split}.jsonl (or {', '.join(ENDINGS[1:])}) in {str(folder)!r}, which holds {there}. "
+            f"Add the file, or {how_to_get(source)}"
+        )
 
     def rows(self, streaming: bool = False) -> Iterator[tuple[int, Row]]:
         """The rows of the split with their numbers in their source, from 1."""
@@ -252,23 +266,3 @@ def find_file(folder: Path, split: str) -> Path | None:
     """`folder/<split>` with any ending that can be read, or a folder of that name with a folder for every class."""
     found = next((path for ending in ENDINGS if (path := folder / f"{split}{ending}").is_file()), None)
     return found or (folder / split if (folder / split).is_dir() else None)
-
-
-def _no_file(task: Task, split: str, path: Path | None) -> str:
-    if path is None:
-        files = ", ".join(task.source.files) if isinstance(task.source, FileSource) else ""
-        return f"task {task.name!r} names no {split} file, only {files}. Add `{split}:` to its data."
-    return (
-        f"task {task.name!r}: no such data file: {path} ({split}). Paths count from the task's file. Put it "
-        f"there, or give a folder that holds {task.name}/{split}{''.join(path.suffixes)} with --data DIR."
-    )
-
-
-def _not_in_folder(task: Task, split: str, folder: Path) -> str:
-    if not folder.is_dir():
-        return f"data folder {str(folder)!r} does not exist (wanted for task {task.name!r}). Check the path."
-    there = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    return (
-        f"task {task.name!r}: no {task.name}/{split}.jsonl (or {', '.join(ENDINGS[1:])}) in {str(folder)!r}, which "
-        f"holds {', '.join(there) or 'no folders'}. Add the file, or {how_to_get(task.source)}"
-    )
