@@ -137,8 +137,8 @@ def test_packed_rows_have_one_shape(recipe_file: Path) -> None:
 
 
 def test_widths_by_hand(recipe_file: Path) -> None:
-    chosen = prepared(recipe_file, "data.buckets=112,128")
-    assert {dict(shape)["input_ids"][1] for shape in shapes(chosen)} == {112}
+    chosen = prepared(recipe_file, "data.buckets=128,144")
+    assert {dict(shape)["input_ids"][1] for shape in shapes(chosen)} == {128}
     with pytest.raises(ConfigError, match=r"data\.buckets=\[64\]: none holds the longest training text"):
         prepared(recipe_file, "data.buckets=[64]")
 

@@ -124,7 +124,9 @@ def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
             # A batch that is large enough ends before its prompts get much shorter.
             part = _ALIKE_GENERATED if job.kind[0] else _ALIKE
             alike = len(job.prompt) >= part * width or batch.cost < batch_tokens // 4
-            fits = cost <= batch_tokens and not (job.kind[0] and len(batch.jobs) >= _most_rows(width, batch_tokens))
+            # Rows that generate are a power of two: a recorded step then serves many batches without idle rows.
+            most = min(_GENERATED_ROWS, 1 << max(0, (batch_tokens // width).bit_length() - 1))
+            fits = cost <= batch_tokens and not (job.kind[0] and len(batch.jobs) >= most)
             if fits and alike:
                 batch.jobs.append(job)
                 batch.cost = cost
@@ -133,11 +135,6 @@ def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
         width, longest, answers = len(job.prompt), job.longest, len(job.answers)
         batches.append(Batch([job], _cost(job.kind, 1, width, answers, longest)))
     return batches
-
-
-def _most_rows(width: int, batch_tokens: int) -> int:
-    """Rows of a batch that generates: a power of two, so that a recorded step serves many batches without idle rows."""
-    return min(_GENERATED_ROWS, 1 << max(0, (batch_tokens // width).bit_length() - 1))
 
 
 def _cost(kind: tuple[bool, int], rows: int, width: int, answers: int, longest: int) -> int:

@@ -156,10 +156,9 @@ def _tasks(tasks: str | Sequence[str | Task], settings: EvaluationSettings) -> l
         for task in ([entry] if isinstance(entry, Task) else expand(entry, settings.bad_media))
         if settings.split not in task.absent
     ]
-    if not given:
-        raise ConfigError("tasks: none named. Name at least one task or group, e.g. 'glue'.")
     if not found:
-        raise ConfigError(f"split={settings.split!r}: none of the tasks has it. Name others, or another split.")
+        named = f"none named that has split={settings.split!r}" if given else "none named"
+        raise ConfigError(f"tasks: {named}. Name at least one task or group, e.g. 'glue'.")
     return list({task.name: task for task in found}.values())
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.evaluation.answers import free_credit, match_option, number_in
@@ -92,7 +93,7 @@ class Scorer:
         self.reader = AnswerReader(model, encoder.tokenizer.pad_token_id or 0, encoder.pictures)
         self.encoder = encoder
         self.batch_tokens = batch_tokens or self.reader.batch_tokens()
-        self.progress = progress
+        self.progress = tqdm(disable=True) if progress is None else progress
         self.end_ids = end_ids(model, encoder.tokenizer)
 
     def score(self, lists: Iterable[list[Job]], sides: Sides) -> dict[str, dict[Job, Prediction]]:
@@ -108,8 +109,7 @@ class Scorer:
             while (batches := coming.result()) is not None:
                 coming = pool.submit(next, parts, None)
                 for side, switched in sides.items():
-                    if self.progress is not None:
-                        self.progress.set_description(side, refresh=False)
+                    self.progress.set_description(side, refresh=False)
                     with switched():
                         batches, outputs = self.run(batches)
                     found[side].append(pool.submit(self._predictions, batches, _fetched(outputs)))
@@ -144,8 +144,7 @@ class Scorer:
                 continue
             done.append(batch)
             outputs.append(output)
-            if self.progress is not None:
-                self.progress.update(len(batch.jobs))
+            self.progress.update(len(batch.jobs))
         return done, outputs
 
     def _predictions(self, batches: list[Batch], outputs: Iterator[Tensor]) -> list[tuple[Job, Prediction]]:
@@ -190,7 +189,7 @@ class Memory:
     def score(self, scorer: Scorer, lists: list[Future[list[Job]]], sides: Sides) -> dict[str, dict[Job, Prediction]]:
         """The same as `scorer.score`, without the base model where it has answered all of this before."""
         known = "base" in sides and all(job in self._base for jobs in lists for job in jobs.result())
-        if known and scorer.progress is not None:
+        if known:
             scorer.progress.update(sum(len(jobs.result()) for jobs in lists))
         left = {side: switched for side, switched in sides.items() if not (known and side == "base")}
         found = scorer.score((jobs.result() for jobs in lists), left)
@@ -217,26 +216,14 @@ def _likeliest(job: Job, logprobs: list[float]) -> Prediction:
     scores, example = logprobs, job.example
     if job.mode == "text":
         scores = [logprob / len(ids) for logprob, ids in zip(logprobs, job.answers, strict=True)]
-    numbers: Sequence[int] = range(len(scores))
-    if math.isnan(sum(scores)):
-        numbers = [index for index in numbers if not math.isnan(scores[index])]
+    numbers = (index for index, score in enumerate(scores) if not math.isnan(score))
     best = max(numbers, key=scores.__getitem__, default=-1)  # a model that has diverged answers nothing
-    return Prediction(
-        index=job.index,
-        predicted=best,
-        gold=example.label,
-        correct=best == example.label,
-        scores=tuple(scores),
-        value=None if example.score is None or best < 0 else _expected(logprobs, example.options),
-        gold_value=example.score,
-    )
-
-
-def _expected(logprobs: Sequence[float], options: Sequence[str]) -> float:
-    """The mean of the options' numbers, weighted by their probabilities among the options."""
-    top = max(logprobs)
-    weights = [math.exp(logprob - top) for logprob in logprobs]
-    return sum(w * float(option) for w, option in zip(weights, options, strict=True)) / sum(weights)
+    value = None
+    if example.score is not None and best >= 0:  # the mean of the options, weighted by their probabilities
+        weights = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
+        value = sum(w * float(text) for w, text in zip(weights, example.options, strict=True)) / sum(weights)
+    correct = best == example.label
+    return Prediction(job.index, best, example.label, correct, tuple(scores), None, value, example.score)
 
 
 def _judged(job: Job, text: str, encoder: Encoder) -> Prediction:

@@ -67,7 +67,7 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
         if not copy and not hub_reachable():
             problem = (
                 f"did not load from the hub, which cannot be used ({why_unreachable()}), and is not in its cache. Go "
-                f"online once, {instead}"
+                "online once, or say --data DIR with DIR/TASK/train.jsonl and test.jsonl."
             )
         raise ConfigError(f"task {task.name!r} of {source.id!r}: {problem}", title="data not available") from error
     rows = _undecoded(rows) if task.media else rows
