@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.models import load_model, load_tokenizer, resolve
+from monkeyjump.models import ResolvedModel, load_model, load_tokenizer, resolve
 
 TASK_IDS = "monkeyjump_task_ids"  # attribute of a loaded model: the ids its tasks were trained with
 RECIPE_FILE = "recipe.json"  # beside the adapter, if the library trained it
@@ -37,7 +37,9 @@ def load_adapter(
     name = _base_name(folder, named, recipe.get("origin", {}).get("base"))
     model, tokenizer = loaded or load_model(name, dtype=dtype, device=device)
     if (folder / "tokenizer_config.json").is_file() and not hasattr(tokenizer, "processor"):
-        tokenizer = _own_tokenizer(folder, tokenizer)  # a processor for pictures stays that of the base model
+        # its template is the one the adapter was trained with; a processor for pictures stays that of the base model
+        saved = load_tokenizer(ResolvedModel(folder.name, "folder", str(folder), local_files_only=True))
+        tokenizer = saved if len(saved) == len(tokenizer) else tokenizer
     try:
         if isinstance(model, PeftModel):
             model.load_adapter(str(folder), adapter_name)
@@ -119,14 +121,6 @@ def _base_name(folder: Path, names: list[str | None], origin: dict[str, Any] | N
         [*reasons, f"Name the base model yourself with --base NAME (in Python base=NAME).{was}"],
         title=f"the base model of {str(folder)!r} is missing",
     )
-
-
-def _own_tokenizer(folder: Path, fallback: Any) -> Any:
-    """The tokenizer saved beside the adapter; its template is the one the adapter was trained with."""
-    from monkeyjump.models.resolve import ResolvedModel
-
-    saved = load_tokenizer(ResolvedModel(folder.name, "folder", str(folder), local_files_only=True))
-    return saved if len(saved) == len(fallback) else fallback
 
 
 def _problem(message: str) -> ConfigError:

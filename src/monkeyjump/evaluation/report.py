@@ -147,9 +147,9 @@ class EvaluationReport:
             {
                 "monkeyjump_evaluation": 1,
                 "settings": self.settings,
-                "rows": [asdict(row) for row in self.rows],
-                "families": [asdict(row) for row in self.families],
-                "overall": asdict(self.overall),
+                "rows": self.rows,
+                "families": self.families,
+                "overall": self.overall,
             }
         )
 
@@ -266,12 +266,9 @@ def _table_cells(report: EvaluationReport) -> tuple[list[str], list[list[str]]]:
         lines.append([*cells, "" if row.majority is None else percent(row.majority), "/".join(tops)])
     others = [max(map(len, column)) + 2 for column in zip(header[1:], *lines, strict=True)]
     room = max(8, _WIDTH - sum(others))
-    return header, [[_task_name(row, room), *line] for row, line in zip(rows, lines, strict=True)]
-
-
-def _task_name(row: ReportRow, width: int) -> str:
-    metric = f" ({_SHORT[row.metric]})" if row.metric in _SHORT else ""
-    return shortened(row.task, width - len(metric)) + metric
+    metrics = [f" ({_SHORT[row.metric]})" if row.metric in _SHORT else "" for row in rows]
+    names = [shortened(row.task, room - len(metric)) + metric for row, metric in zip(rows, metrics, strict=True)]
+    return header, [[name, *line] for name, line in zip(names, lines, strict=True)]
 
 
 def percent(value: float | None, signed: bool = False) -> str:

@@ -50,10 +50,6 @@ _RETINOPATHY = "none, mild, moderate, severe, proliferative"
 _KITTI = "less than 8 meters, 8 to 20 meters, more than 20 meters, no vehicle"
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(" ".join(name.split()) for name in text.split(","))
-
-
 # -- classification -----------------------------------------------------------------------------
 
 
@@ -135,7 +131,7 @@ def _hub(name: str, train: str = "train", test: str = "test", **more: Any) -> Hu
 
 
 def _class(name: str, hub: HubSource, question: str, classes: str, description: str) -> Task:
-    options = _names(classes)
+    options = tuple(" ".join(name.split()) for name in classes.split(","))
     render = _classes(question, options)
     return Task(name, "image_classes", render, ("label",), hub, options, "accuracy", "image", description, ("image",))
 

@@ -191,22 +191,20 @@ def _opened(av: Any, media: Media) -> Any:
 def _packets(av: Any, media: Media) -> int:
     """How many frames a clip should have. What its head says is often missing or wrong."""
     with _opened(av, media) as container:
-        streams = container.streams.video
-        return sum(packet.size > 0 for packet in container.demux(streams[0])) if streams else 0
+        return sum(packet.size > 0 for stream in container.streams.video[:1] for packet in container.demux(stream))
 
 
 def _decoded(av: Any, media: Media, wanted: set[int]) -> tuple[dict[int, Image], int]:
     found: dict[int, Image] = {}
-    number = 0
+    count = 0
     with _opened(av, media) as container:
         container.streams.video[0].thread_type = "AUTO"
-        for frame in container.decode(container.streams.video[0]):
-            if number in wanted:
-                found[number] = frame.to_image().rotate(frame.rotation, expand=True)
-            number += 1
+        for count, frame in enumerate(container.decode(container.streams.video[0]), start=1):
+            if count - 1 in wanted:
+                found[count - 1] = frame.to_image().rotate(frame.rotation, expand=True)
             if len(found) == len(wanted):
                 break
-    return found, number
+    return found, count
 
 
 def _file(media: Media) -> Any:
