@@ -12,6 +12,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.models.bundled import BUNDLED, SMOLLM2, cached_folder, ensure, is_cached
 from monkeyjump.models.gguf import load_gguf, require_gguf
 from monkeyjump.models.hub import cached_snapshot, hub_reachable, why_unreachable
+from monkeyjump.models.visual import PLAIN_TEMPLATE, is_visual, load_processor
 from monkeyjump.registry import did_you_mean
 
 DEFAULT_MODEL = SMOLLM2.name
@@ -124,7 +125,6 @@ def load_model(name: str = DEFAULT_MODEL, dtype: Any = None, device: Any = None,
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     import monkeyjump.models.vlm_tiny  # noqa: F401 - makes its classes known to Transformers
-    from monkeyjump.models.visual import is_visual, load_processor
 
     revision = kwargs.pop("revision", None)
     resolved = resolve(name, revision)
@@ -169,13 +169,6 @@ def load_tokenizer(model: str | ResolvedModel) -> Any:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
     return tokenizer
-
-
-# For base models, which have no template of their own: the conversation as labelled paragraphs.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
-)
 
 
 def list_models() -> list[ModelState]:

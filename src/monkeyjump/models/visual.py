@@ -13,7 +13,8 @@ from typing import Any
 
 from monkeyjump.errors import ConfigError
 
-VISUAL_TEMPLATE = (
+# For base models, which have no template of their own: the conversation as labelled paragraphs, pictures as marks.
+PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ '<' + part['type'] + '>\\n' }}{% endif %}"
@@ -61,7 +62,7 @@ def load_processor(source: str, options: dict[str, Any], tokenizer: Any, model: 
         if model.config.model_type == "llava_onevision":
             processor.video_processor = Frames(processor.image_processor)
     template = getattr(processor, "chat_template", None)
-    template = template or getattr(processor.tokenizer, "chat_template", None) or VISUAL_TEMPLATE
+    template = template or getattr(processor.tokenizer, "chat_template", None) or PLAIN_TEMPLATE
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template = template
     return VisualProcessor(processor, tokenizer, model)
