@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -16,6 +18,14 @@ class ConfigError(ValueError):
             lines = "\n".join(f"  - {problem}" for problem in self.problems)
             message = f"{title}, {len(self.problems)} problems:\n{lines}"
         super().__init__(message)
+
+
+def require(module: str, why: str, extra: str) -> Any:
+    """A module of an optional package; where it is missing, the error says what needs it and how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f'{why}: pip install "monkeyjump[{extra}]".', title="missing package") from error
 
 
 class MonkeyJumpWarning(UserWarning):

@@ -51,7 +51,7 @@ def test_the_model_is_wrapped_and_results_are_printed(calls, tokenizer, capsys):
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r"pip install 'monkeyjump\[harness\]'"):
+    with pytest.raises(ConfigError, match=r'pip install "monkeyjump\[harness\]"'):
         run_harness(make_model(), tokenizer, ["piqa"])
 
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import builtins
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,10 @@ def test_state_of_the_data(folder: Path) -> None:
 
 
 def test_no_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"needs the package `datasets`.*monkeyjump\[hub\].*sst2/train.jsonl"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        ConfigError, match=r"without sst2/train.jsonl .* needs datasets: pip install .monkeyjump\[hub\]"
+    ):
         tasks.load_examples(SST2, "train")
 
 

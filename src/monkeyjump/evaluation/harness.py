@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 
 
 def run_harness(model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None = None) -> dict[str, Any]:
@@ -22,15 +22,11 @@ def run_harness(model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | N
                 "prompts end or which task they are of. Use monkeyjump's own evaluation, or granularity='token'.",
                 title="adapter cannot be evaluated by the harness",
             )
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ConfigError(
-            f"lm-evaluation-harness is not installed ({error}): pip install 'monkeyjump[harness]'.",
-            title="missing package",
-        ) from error
-    language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8)
+    lm_eval, models = (
+        require(module, "lm-evaluation-harness is not installed", "harness")
+        for module in ("lm_eval", "lm_eval.models.huggingface")
+    )
+    language_model = models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8)
     tasks = [name.strip() for name in tasks]
     found = lm_eval.simple_evaluate(model=language_model, tasks=tasks, limit=limit, log_samples=False)
     return found or {"results": {}}  # nothing is returned on all processes but the first

@@ -20,9 +20,9 @@ import tempfile
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from monkeyjump.errors import ConfigError
-from monkeyjump.models.gguf import load_gguf
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.models.hub import hub_reachable, why_unreachable
 
 MANIFEST = "monkeyjump.json"  # written last: a folder with it is complete
@@ -178,3 +178,24 @@ def _save(bundled: Bundled, source: str, built: Path, gguf_file: str | None = No
         model = load_gguf(source, gguf_file, torch.bfloat16)
     model.save_pretrained(built)
     AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(built)
+
+
+def require_gguf(gguf_file: str) -> None:
+    require("gguf", f"model file {gguf_file!r}: GGUF files, unlike folders with safetensors, need gguf", "cli")
+
+
+def load_gguf(folder: str, gguf_file: str, dtype: Any, **kwargs: Any) -> Any:
+    """The model with every weight unpacked: the packed form Transformers prefers where it has a kernel cannot train."""
+    import transformers
+
+    require_gguf(gguf_file)
+    kwargs.setdefault("quantization_config", transformers.GgufConfig(dequantize=True))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=dtype, **kwargs)
+    # the weights are ordinary floats now, and must save and train as such
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    model.is_quantized = False
+    return model

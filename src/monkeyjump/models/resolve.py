@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.models.bundled import BUNDLED, SMOLLM2, cached_folder, ensure, is_cached
-from monkeyjump.models.gguf import load_gguf, require_gguf
+from monkeyjump.models.bundled import BUNDLED, SMOLLM2, cached_folder, ensure, is_cached, load_gguf, require_gguf
 from monkeyjump.models.hub import cached_snapshot, hub_reachable, why_unreachable
 from monkeyjump.models.visual import PLAIN_TEMPLATE, is_visual, load_processor
 from monkeyjump.registry import did_you_mean

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import require
 
 # For base models, which have no template of their own: the conversation as labelled paragraphs, pictures as marks.
 PLAIN_TEMPLATE = (
@@ -44,13 +44,7 @@ def load_processor(source: str, options: dict[str, Any], tokenizer: Any, model: 
     """The processor of a model, with a chat template. The tokenizer has been made complete before."""
     from transformers import AutoProcessor
 
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f'model {source!r} reads pictures, which needs Pillow: pip install "monkeyjump[vision]".',
-            title="missing package",
-        ) from error
+    require("PIL", f"model {source!r} reads pictures, which needs Pillow", "vision")
     if model.config.model_type == "monkeyjump_vlm":
         from monkeyjump.models.vlm_tiny import TinyProcessor
 

@@ -6,21 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from monkeyjump.tasks.cells import (
-    BadLabelError,
-    NoCellError,
-    Row,
-    as_position,
-    columns_of,
-    filled,
-    index_of,
-    listed,
-    lookup,
-    missing,
-    most_frequent,
-    number,
-    opened,
-)
+from monkeyjump.tasks import cells
+from monkeyjump.tasks.cells import BadLabelError, NoCellError, Row
 from monkeyjump.tasks.files import class_names
 from monkeyjump.tasks.task import LETTERS, SPLITS, Example, FileSource, HubSource, Metric, Source, Task
 
@@ -54,12 +41,12 @@ def simple_task(
     media = image or video or ()
     offered = options.values() if isinstance(options, Mapping) else () if isinstance(options, str) else options or ()
     texts = tuple(map(str, offered))
-    own = [options] if isinstance(options, str) else [column for text in texts for column in columns_of(text)]
+    own = [options] if isinstance(options, str) else [column for text in texts for column in cells.columns_of(text)]
     return Task(
         name=name,
         family=more.get("family", "custom"),
         render=_renderer(prompt, context, options, answer),
-        fields=tuple(dict.fromkeys([*columns_of(prompt), *columns_of(context), *own, answer])),
+        fields=tuple(dict.fromkeys([*cells.columns_of(prompt), *cells.columns_of(context), *own, answer])),
         source=source,
         options=None if own or options is None else texts,
         metric=metric or ("accuracy" if options is not None else "exact_match"),
@@ -79,16 +66,18 @@ def _source(data: Mapping[str, Any]) -> Source:
 
 def _renderer(prompt: str, context: str, options: Options, answer: str) -> Callable[[Row], Example]:
     def render(row: Row) -> Example:
-        question, cuttable, value = filled(prompt, row), filled(context, row), lookup(row, answer)
-        if missing(value) or value == "":
+        question, cuttable, value = cells.filled(prompt, row), cells.filled(context, row), cells.lookup(row, answer)
+        if cells.missing(value) or value == "":
             raise BadLabelError(f"the answer (column {answer!r}) is empty")
         if options is None:
-            several = opened(value)  # answers of several people
+            several = cells.opened(value)  # answers of several people
             answers = tuple(map(str, several)) if isinstance(several, list | tuple) and several else ()
-            answer_text = most_frequent(answers) if answers else str(value)
+            answer_text = cells.most_frequent(answers) if answers else str(value)
             return Example(question=question, context=cuttable, free_answer=answer_text, answers=answers)
         texts, label = _choose(options, row, value)
-        return Example(question=question, context=cuttable, options=texts, label=label, score=number(texts[label]))
+        return Example(
+            question=question, context=cuttable, options=texts, label=label, score=cells.number(texts[label])
+        )
 
     return render
 
@@ -96,16 +85,21 @@ def _renderer(prompt: str, context: str, options: Options, answer: str) -> Calla
 def _choose(options: Options, row: Row, value: Any) -> tuple[tuple[str, ...], int]:
     """The options of a row and the index of its answer: a label of theirs; else a text, an index or a letter."""
     if isinstance(options, Mapping):
-        label = index_of(value, keys := list(map(str, options)))
+        label = cells.index_of(value, keys := list(map(str, options)))
         if label is None:
             raise BadLabelError(f"answer {value!r} is not one of the keys {', '.join(keys)}")
         return tuple(map(str, options.values())), label
     if isinstance(options, str):
         labels, texts = _row_options(row, options)
     else:
-        labels, texts = [], tuple(filled(str(option), row) for option in options or ())
+        labels, texts = [], tuple(cells.filled(str(option), row) for option in options or ())
     letters = LETTERS[: len(texts)] if len(texts) <= len(LETTERS) else ""
-    ways = (index_of(value, labels), index_of(value, texts), as_position(value, len(texts)), index_of(value, letters))
+    ways = (
+        cells.index_of(value, labels),
+        cells.index_of(value, texts),
+        cells.as_position(value, len(texts)),
+        cells.index_of(value, letters),
+    )
     label = next((found for found in ways if found is not None), None)
     if label is None:
         raise BadLabelError(
@@ -123,13 +117,15 @@ def _row_options(row: Row, path: str) -> tuple[list[str], tuple[str, ...]]:
     """
     parent = path.removesuffix(".text")
     try:
-        texts = tuple(map(str, listed(lookup(row, f"{parent}.text"), path)))
+        texts = tuple(map(str, cells.listed(cells.lookup(row, f"{parent}.text"), path)))
     except NoCellError:
-        found = opened(lookup(row, path))
+        found = cells.opened(cells.lookup(row, path))
         if isinstance(found, Mapping):
             return list(map(str, found)), tuple(map(str, found.values()))
-        return [], tuple(map(str, listed(found, path)))
+        return [], tuple(map(str, cells.listed(found, path)))
     try:
-        return [str(label).strip() for label in listed(lookup(row, f"{parent}.label"), f"{parent}.label")], texts
+        return [
+            str(label).strip() for label in cells.listed(cells.lookup(row, f"{parent}.label"), f"{parent}.label")
+        ], texts
     except NoCellError:
         return [], texts

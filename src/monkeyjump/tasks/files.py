@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.tasks.cells import Row
 from monkeyjump.tasks.media import IMAGE_ENDINGS
 
@@ -106,13 +106,10 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f'{str(path)!r}: parquet files need pyarrow: pip install "monkeyjump[parquet]".', title="missing package"
-        ) from None
+    pyarrow, parquet = (
+        require(module, f"{str(path)!r}: parquet files need pyarrow", "parquet")
+        for module in ("pyarrow", "pyarrow.parquet")
+    )
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.tasks.cells import Row, falls_below
 from monkeyjump.tasks.task import HubSource, Source, Task
 
@@ -45,14 +45,10 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
             f"task {task.name!r} has no split for {split}, only for {', '.join(source.splits)}. Add it to its data."
         )
     instead = f"or pass a folder with {task.name}/{split}.jsonl as the data folder."
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"task {task.name!r}: reading {source.id!r} from the hub needs the package `datasets`, which is not "
-            f"installed. Run `pip install 'monkeyjump[hub]'`, {instead}",
-            title="data not available",
-        ) from error
+    why = (
+        f"task {task.name!r}: without {task.name}/{split}.jsonl in a data folder, reading {source.id!r} needs datasets"
+    )
+    datasets = require("datasets", why, "hub")
     if copy is None and not hub_reachable():  # what is in the cache already still loads, and at once
         datasets.config.HF_HUB_OFFLINE = True
     name, revision = (source.id, source.revision) if copy is None else (str(copy), None)

@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.cells import missing, opened
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LEAVE_OUT = "leave its row out (data.bad_media=drop does so with all such rows)"
+_NEEDS = "pictures and clips need {}"
 MediaKind = Literal["image", "video"]
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -124,7 +126,7 @@ def stored(media: Media) -> Media:
 
 def open_image(media: Media) -> Image:
     """A picture as RGB, upright as its EXIF says, on white where it is transparent."""
-    Image = _package("PIL.Image", "Pillow")
+    Image = require("PIL.Image", _NEEDS.format("Pillow"), "vision")
     try:
         with Image.open(_file(media)) as image:
             limit = Image.MAX_IMAGE_PIXELS
@@ -133,7 +135,7 @@ def open_image(media: Media) -> Image:
             image.load()
             upright = image
             with suppress(Exception):  # damaged EXIF: the picture itself is good
-                upright = _package("PIL.ImageOps", "Pillow").exif_transpose(image)
+                upright = import_module("PIL.ImageOps").exif_transpose(image)
             return _rgb(upright, Image)
     except Image.DecompressionBombError as error:
         raise BadMediaError(
@@ -168,7 +170,7 @@ def read_frames(media: Media, count: int) -> list[Image]:
     """`count` frames of a clip at equal distances, the first and the last among them; short clips repeat frames."""
     import numpy as np
 
-    av = _package("av", "PyAV")
+    av = require("av", _NEEDS.format("PyAV"), "vision")
     try:
         total = _packets(av, media)
         while total:
@@ -218,14 +220,3 @@ def _unreadable(media: Media, error: Exception) -> BadMediaError:
         f"{media.kind} {media.name} cannot be read ({reason}). The file may be damaged or incomplete: "
         f"get it again, or {LEAVE_OUT}."
     )
-
-
-def _package(module: str, name: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f'pictures and clips need {name}: pip install "monkeyjump[vision]".', title="missing package"
-        ) from error
