@@ -127,8 +127,8 @@ class Encoder:
             for count, more in zip(counts, stored[:3].tolist(), strict=True):
                 count.update({task: more} if more else {})
             lengths, numbers = np.split(stored[4:], [stored[3]])
-            parts = iter(np.split(numbers, lengths[lengths >= 0].cumsum())[:-1])
-            return [None if length < 0 else next(parts) for length in lengths.tolist()]
+            ends = lengths.clip(0).cumsum().tolist()
+            return [None if n < 0 else numbers[end - n : end] for n, end in zip(lengths.tolist(), ends, strict=True)]
         before = [count[task] for count in counts]
         rows = make()
         if unchanged():

@@ -133,7 +133,7 @@ def _encoded(
 
     def make() -> list[np.ndarray | None]:
         items = encoder.encode_all(examples or choose())
-        return [np.insert(item.input_ids, 0, item.prompt_length) for item in items]
+        return [np.concatenate([[item.prompt_length], item.input_ids]) for item in items]
 
     rows = encoder.kept(
         cache.key(encoder.identity, source, cap and (cap, drawn_by), *examples),

@@ -80,13 +80,13 @@ def _ask(
     `labels` are the values of the column `answer`, in the order of the options.
     """
     columns = list(dict.fromkeys(columns_of("".join((context, question, *options)))))
+    fixed = None if columns_of("".join(options)) else options
 
     def render(row: Row) -> Example:
         texts = {column: _text(row, column) for column in columns}
-        asked, offered = question.format_map(texts), tuple(option.format_map(texts) for option in options)
-        return Example(asked, offered, pick(row[answer], labels), context.format_map(texts))
+        offered = fixed or tuple(option.format_map(texts) for option in options)
+        return Example(question.format_map(texts), offered, pick(row[answer], labels), context.format_map(texts))
 
-    fixed = None if columns_of("".join(options)) else options
     return {"render": render, "fields": (*columns, answer), "options": fixed}
 
 
