@@ -59,10 +59,6 @@ class Inputs:
     owners: Tensor  # [R], the prompt of each answer
     shown: dict[str, Tensor] = field(default_factory=dict)  # what the model takes of pictures and clips
 
-    def mask(self) -> Tensor:
-        """[B, P] True on real tokens."""
-        return _real_tokens(self.lengths, self.prompts.shape[1], self.left)
-
 
 @dataclass
 class Prefix:
@@ -123,7 +119,7 @@ class AnswerReader:
 
     def read(self, inputs: Inputs, cached: bool) -> Prefix:
         """Run the prompts. The cache is made only where something will follow."""
-        mask, lengths = inputs.mask(), inputs.lengths
+        mask, lengths = _real_tokens(inputs.lengths, inputs.prompts.shape[1], inputs.left), inputs.lengths
         if self.shifts is not None:
             self.shifts.rope_deltas = None  # of other prompts
         generation = Generation(mask.shape[1], inputs.task_ids, prompt_mask=mask)

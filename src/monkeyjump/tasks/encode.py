@@ -154,8 +154,8 @@ class Encoder:
         return self._rendered(message, example.media)
 
     def _rendered(self, message: str, media: Sequence[Media] = ()) -> str:
-        content = message if self.pictures is None else self.pictures.content(media, message)
-        messages = [{"role": "user", "content": content}]
+        parts: Any = [*({"type": each.kind} for each in media), {"type": "text", "text": message}]  # pictures first
+        messages = [{"role": "user", "content": message if self.pictures is None else parts}]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def _prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:

@@ -38,11 +38,6 @@ class Pictures:
 
     # -- in a prompt ----------------------------------------------------------------------------
 
-    def content(self, media: Sequence[Media], text: str) -> list[dict[str, str]]:
-        """A message with pictures before its text, as chat templates take it."""
-        shown: list[dict[str, str]] = [{"type": each.kind} for each in media]
-        return [*shown, {"type": "text", "text": text}]
-
     def ids(self, text: str, short: list[int], media: Sequence[Media]) -> list[int]:
         """The ids of a rendered prompt; `short` are those of the text as it stands, with one placeholder a picture."""
         sizes = tuple((each.kind, *self.size(each)) for each in media)
