@@ -6,7 +6,7 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,22 @@ def _open(path: Path, newline: str | None = None) -> io.TextIOWrapper:
 # -- JSON ---------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _object(_parsed(line, path, f"line {number}"), path, f"line {number}")
-
-
 def _json(path: Path) -> Iterator[Row]:
+    """One object a line, or one list of objects."""
     with _open(path) as file:
-        content = _parsed(file.read(), path, "the content")
-    if not isinstance(content, list):
-        raise _bad(path, f"holds a {type(content).__name__}: write a list of objects, or one object a line as .jsonl")
-    yield from (_object(row, path, f"entry {number}") for number, row in enumerate(content, start=1))
+        if _ending(path).startswith((".jsonl", ".ndjson")):
+            lines = ((f"line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
+            found: Iterable[tuple[str, Any]] = ((where, _parsed(line, path, where)) for where, line in lines)
+        else:
+            content = _parsed(file.read(), path, "the content")
+            if not isinstance(content, list):
+                kind = type(content).__name__
+                raise _bad(path, f"holds a {kind}: write a list of objects, or one object a line as .jsonl")
+            found = ((f"entry {number}", row) for number, row in enumerate(content, start=1))
+        for where, row in found:
+            if not isinstance(row, dict):
+                raise _bad(path, f"{where} is a {type(row).__name__}, not a JSON object with columns")
+            yield row
 
 
 def _parsed(text: str, path: Path, where: str) -> Any:
@@ -61,12 +64,6 @@ def _parsed(text: str, path: Path, where: str) -> Any:
     except (json.JSONDecodeError, RecursionError) as error:
         hint = " Each line must be one JSON object." if where.startswith("line") else ""
         raise _bad(path, f"{where} is not JSON ({error})", hint) from error
-
-
-def _object(row: Any, path: Path, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise _bad(path, f"{where} is a {type(row).__name__}, not a JSON object with columns")
-    return row
 
 
 # -- CSV ----------------------------------------------------------------------------------------
@@ -140,9 +137,9 @@ def _bad(path: Path, problem: str, hint: str = "") -> ConfigError:
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
-    ".ndjson": _json_lines,
+    ".jsonl": _json,
+    ".jsonl.gz": _json,
+    ".ndjson": _json,
     ".json": _json,
     ".json.gz": _json,
     ".csv": _csv,
