@@ -24,7 +24,7 @@ RECIPE = """
 name: small
 model: {model}
 method: mjlora
-tasks: [opinion, shelf]
+tasks: [opinion, tense]
 adapter: {{init_tokens: 200}}
 data: {{answer: letter, cap: 24, validation: 6, max_length: 512}}
 train:

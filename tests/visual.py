@@ -24,7 +24,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from monkeyjump.models.visual import VISUAL_TEMPLATE, VisualProcessor, without_clips
+from monkeyjump.models.visual import PLAIN_TEMPLATE, VisualProcessor, without_clips
 from monkeyjump.models.vlm_tiny import TOKENS, TinyProcessor, VlmTiny
 from tests.tasks.conftest import make_tokenizer
 
@@ -150,7 +150,7 @@ def save_visual_model(folder: Path) -> Path:
     processor = without_clips(config)(
         image_processor=pictures, tokenizer=tokenizer, num_image_tokens=4, vision_feature_select_strategy="full"
     )
-    processor.chat_template = VISUAL_TEMPLATE
+    processor.chat_template = PLAIN_TEMPLATE
     processor.save_pretrained(folder)
     return folder
 
@@ -159,7 +159,7 @@ def tiny_processor() -> VisualProcessor:
     """A processor over bytes: 16 places for a picture, 4 for each frame of a clip."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(list(TOKENS), special_tokens=True)
-    tokenizer.chat_template = VISUAL_TEMPLATE
+    tokenizer.chat_template = PLAIN_TEMPLATE
     model = SimpleNamespace(forward=VlmTiny.forward)
     return VisualProcessor(TinyProcessor(tokenizer), tokenizer, model)
 

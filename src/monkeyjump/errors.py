@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -20,3 +22,11 @@ class ConfigError(ValueError):
 
 class MonkeyJumpWarning(UserWarning):
     """Every warning of this package has this class, so that a filter can name them wherever they seem to come from."""
+
+
+def require(module: str, why: str, extra: str) -> Any:
+    """A module of an optional package; where it is missing, the error says what needs it and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f'{why}: pip install "monkeyjump[{extra}]".', title="missing package") from error

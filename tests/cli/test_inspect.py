@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run whose centres stayed where k-means put them."""
     folder = tmp_path_factory.mktemp("inspect")
     recipe = write_recipe(folder, save_tiny_model(folder / "tiny"))
-    settings = ["train.max_steps=4", "train.save_steps=2", "adapter.ema_stop=0", "tasks=[opinion,shelf,tense]"]
+    settings = ["train.max_steps=4", "train.save_steps=2", "adapter.ema_stop=0", "tasks=[opinion,place,tense]"]
     assert main(["train", str(recipe), f"output={folder / 'run'}", *settings]) == 0
     return folder / "run"
 

@@ -115,8 +115,8 @@ def test_a_model_without_cache_is_refused(tokenizer, examples):
 
 def test_batches_mix_tasks_and_keep_to_the_budget(tokenizer):
     encoder = Encoder(tokenizer, answer_format="text")
-    jobs = [job for task in TASKS for job in make_jobs(encoder, task.examples([{"n": n} for n in range(12)]), "text")]
-    jobs += make_jobs(encoder, free_task().examples([{"text": "say", "answer": "x"}] * 3), "generate")
+    jobs = [job for task in TASKS for job in make_jobs(encoder, [task.example({"n": n}) for n in range(12)], "text")]
+    jobs += make_jobs(encoder, [free_task().example({"text": "say", "answer": "x"})] * 3, "generate")
     for budget in (1, 3_000, 100_000):
         batches = make_batches(jobs, budget)
         assert sorted(map(id, jobs)) == sorted(id(job) for batch in batches for job in batch.jobs)
@@ -124,7 +124,7 @@ def test_batches_mix_tasks_and_keep_to_the_budget(tokenizer):
             assert len({job.kind for job in batch.jobs}) == 1
             assert batch.cost <= budget or len(batch.jobs) == 1
     assert [batch.jobs[0].mode for batch in batches] == ["generate", "text", "text", "text"]  # by lengths of answers
-    letters = [job for task in TASKS for job in make_jobs(encoder, task.examples([{"n": 1}]), "letter")]
+    letters = [job for task in TASKS for job in make_jobs(encoder, [task.example({"n": 1})], "letter")]
     assert [len(batch.jobs) for batch in make_batches(letters, 1000)] == [3]  # two, three and four options
 
 
@@ -230,7 +230,7 @@ def test_generation_stops_soon_after_all_rows_have_ended(tokenizer):
         model.model.norm.register_forward_hook(lambda module, args, output: torch.ones_like(output))
         model.lm_head.weight.zero_()
         model.lm_head.weight[tokenizer.eos_token_id] = 1.0
-    items = free_task().examples([{"text": "say", "answer": "x"}] * 3)
+    items = [free_task().example({"text": "say", "answer": "x"})] * 3
     assert [p.text for p in predict(model, Encoder(tokenizer), items, "generate")] == ["", "", ""]
     assert len(forwards) < 12  # of 64
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import types
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
+from monkeyjump.cli import evaluate
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.harness import run_harness
 from tests.evaluation.toys import add_adapter, make_model
@@ -35,18 +37,21 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_model_is_wrapped_and_results_come_back(calls, tokenizer):
+def test_the_model_is_wrapped_and_results_are_printed(calls, tokenizer, capsys):
     model = add_adapter(make_model())
-    results = run_harness(model, tokenizer, "arc_easy, piqa", limit=5, num_fewshot=2, batch_size=3, seed=9)
-    assert results == {"arc_easy": {"acc,none": 0.5}, "piqa": {"acc,none": 0.5}}
+    assert evaluate._harness(model, tokenizer, Namespace(tasks="arc_easy, piqa", limit=5)) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["arc_easy", "acc,none", "0.5000"],
+        ["piqa", "acc,none", "0.5000"],
+    ]
     assert calls[0]["model"].pretrained is model
     assert calls[0]["model"].tokenizer is tokenizer
-    assert (calls[0]["limit"], calls[0]["num_fewshot"], calls[0]["random_seed"]) == (5, 2, 9)
+    assert calls[0]["limit"] == 5
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r"pip install 'monkeyjump\[harness\]'"):
+    with pytest.raises(ConfigError, match=r'pip install "monkeyjump\[harness\]"'):
         run_harness(make_model(), tokenizer, ["piqa"])
 
 

@@ -219,7 +219,9 @@ def folders(tmp_path, tokenizer):
 
 def test_load_adapter(folders, tokenizer):
     _, folder, adapted = folders
-    (folder / "recipe.json").write_text(json.dumps({"model": "no/such/thing", "tasks": ["boolq", "piqa"]}))
+    (folder / "recipe.json").write_text(
+        json.dumps({"model": "no/such/thing", "origin": {"task_ids": {"boolq": 0, "piqa": 1}}})
+    )
     model, loaded_tokenizer = load_adapter(folder)
     assert model.monkeyjump_task_ids == {"boolq": 0, "piqa": 1}
     assert not model.training
@@ -260,7 +262,7 @@ def test_the_default_model_scores_like_a_plain_loop():
     from monkeyjump.models import load_model
 
     model, tokenizer = load_model("smollm2-135m")
-    examples = [item for task in expand("opinion,lineup") for item in load_examples(task, "test", limit=3)]
+    examples = [item for task in expand("opinion,place") for item in load_examples(task, "test", limit=3)]
     encoder = Encoder(tokenizer, answer_format="text")
     for item, found in zip(examples, predict(model, encoder, examples, "text"), strict=True):
         assert found.scores == pytest.approx(naive_scores(model, encoder, item, "text", {}), abs=1e-3)

@@ -34,7 +34,7 @@ def naive_logprob(model: Any, prompt: list[int], answer: list[int], extras: dict
 
 
 def naive_scores(model: Any, encoder: Encoder, item: Example, mode: str, extras: dict[str, Any]) -> list[float]:
-    prompt = encoder.prompt_ids(item)
+    (prompt,) = encoder.prompt_ids([item])
     assert prompt is not None
     if extras:
         extras = {"task_ids": torch.tensor([TASK_IDS[item.task]]), "prompt_lengths": torch.tensor([len(prompt)])}
@@ -98,25 +98,16 @@ def test_answers_do_not_influence_routing(tokenizer, kind):
     model = add_adapter(make_model(), **ADAPTERS[kind])
     encoder = Encoder(tokenizer, TASK_IDS, answer_format="text")
     item = example(3, ("a first answer", "another"))
-    prompt = encoder.prompt_ids(item)
-    scores = predict(model, encoder, [item], "text", normalize_length=False)[0].scores
+    (prompt,) = encoder.prompt_ids([item])
+    scores, answers = predict(model, encoder, [item], "text")[0].scores, encoder.target_ids(item.options)
     with torch.no_grad():  # generation's own way: read the prompt, then one token after another
         for option, score in zip(item.options, scores or (), strict=True):
             output = model(input_ids=torch.tensor([prompt]), use_cache=True)
             total = 0.0
-            for token in encoder.target_ids(option):
+            for token in answers[option]:
                 total += output.logits[0, -1].log_softmax(-1)[token].item()
                 output = model(input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values)
-            assert score == pytest.approx(total, abs=2e-4)
-
-
-def test_total_likelihood_is_per_token_times_length(model, tokenizer, examples):
-    encoder = Encoder(tokenizer, answer_format="text")
-    per_token = by_index(predict(model, encoder, examples, "text"))
-    total = by_index(predict(model, encoder, examples, "text", normalize_length=False))
-    for index, item in enumerate(examples):
-        lengths = [len(ids) for ids in map(encoder.target_ids, item.targets(encoder.answer_format))]
-        assert [s * n for s, n in zip(per_token[index], lengths, strict=True)] == pytest.approx(total[index])
+            assert score * len(answers[option]) == pytest.approx(total, abs=2e-4)
 
 
 def test_a_model_that_always_says_b(tokenizer, examples):
@@ -159,8 +150,8 @@ def test_generation_equals_generate(tokenizer, examples, kind):
     extras = {"task_ids": torch.tensor([1])} if kind else {}
     examples = examples[::4]
     for prediction, item in zip(predict(model, encoder, examples, "generate"), examples, strict=True):
-        prompt = encoder.prompt_ids(item)
-        limit = max(len(encoder.target_ids(option)) for option in item.options) + 8
+        (prompt,) = encoder.prompt_ids([item])
+        limit = max(map(len, encoder.target_ids(item.options).values())) + 8
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         with torch.no_grad():
@@ -175,7 +166,7 @@ def test_only_answer_positions_get_logits(model, tokenizer, examples):
     model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
     encoder = Encoder(tokenizer, answer_format="text")
     predict(model, encoder, examples, "text")
-    longest = max(len(ids) for item in examples for ids in map(encoder.target_ids, item.targets(encoder.answer_format)))
+    longest = max(len(ids) for item in examples for ids in encoder.target_ids(item.options).values())
     assert 1 in widths
     assert max(widths) < longest
     widths.clear()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation import memory
+from monkeyjump.evaluation import score as memory
 from monkeyjump.evaluation.score import Scorer
 from monkeyjump.experiments import compare as module
 from monkeyjump.experiments.compare import grid_of_methods, run_grid, with_controls

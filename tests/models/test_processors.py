@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from monkeyjump.models import load_model
-from monkeyjump.models.visual import VISUAL_TEMPLATE, Frames, VisualProcessor, without_clips
+from monkeyjump.models.visual import PLAIN_TEMPLATE, Frames, VisualProcessor, without_clips
 from monkeyjump.tasks.collate import PaddingCollator
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.media import Media, open_image, read_frames
@@ -56,7 +56,7 @@ def processor(family: str, backend: str) -> VisualProcessor:
     prefix, settings, model, more = FAMILIES[family]
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
-    tokenizer.chat_template = VISUAL_TEMPLATE
+    tokenizer.chat_template = PLAIN_TEMPLATE
     ids = tokenizer.convert_tokens_to_ids
     names = {"image_token": "<image>", "video_token": "<video>"}
     if family == "gemma3":  # one token stands for a picture before it is processed, another one after
@@ -66,7 +66,7 @@ def processor(family: str, backend: str) -> VisualProcessor:
     pictures = getattr(transformers, f"{prefix}ImageProcessor{backend}")(**settings)
     config = getattr(transformers, f"{model}Config")
     found = without_clips(config())(image_processor=pictures, tokenizer=tokenizer, **more)
-    found.chat_template = VISUAL_TEMPLATE
+    found.chat_template = PLAIN_TEMPLATE
     forward = getattr(transformers, f"{model}ForConditionalGeneration").forward
     described = SimpleNamespace(forward=forward, config=SimpleNamespace(model_type=family))
     return VisualProcessor(found, tokenizer, described)

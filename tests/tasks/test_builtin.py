@@ -15,8 +15,8 @@ FUNCTION_WORDS = set(
     re.findall(
         r"\w+",
         """the a an and or of in on at to from for is are was be not no it its this that there what which who
-        where word fits very then good bad i did my would you put shelf first second last left right name
-        all any one pick next does go will ___""",
+        where word fits very then good bad i did my would you put right name
+        all any one next does go will ___""",
     )
 )
 
@@ -33,7 +33,7 @@ def test_train_and_test_share_no_content_word(task: Task) -> None:
 
 
 def test_no_frame_is_shared() -> None:
-    frames = ("opinions", "agreements", "places", "all_of", "none_of", "members", "events", "shelves", "lineups")
+    frames = ("opinions", "agreements", "places", "all_of", "none_of", "members", "events")
     for name in frames:
         assert not set(getattr(builtin_words.TRAIN, name)) & set(getattr(builtin_words.TEST, name))
 
@@ -50,7 +50,8 @@ def test_same_seed_same_rows_and_test_never_moves(task: Task) -> None:
 @pytest.mark.parametrize("task", BUILTIN_TASKS, ids=lambda task: task.name)
 def test_rows_are_distinct_enough_and_balanced(task: Task) -> None:
     for split, least in (("train", 300), ("test", 150)):
-        examples = tasks.load_examples(task, split, validation_fraction=0.0)
+        assert isinstance(task.source, GeneratedSource)
+        examples = [task.example(row) for row in task.source.generate(split, 0)]
         assert len(examples) >= least
         assert len({example.question for example in examples}) == len(examples)
         counts = Counter(example.letter for example in examples)
@@ -73,12 +74,7 @@ def test_gold_answers() -> None:
     for example in tasks.load_examples(tasks.get("place"), "test"):
         is_food = any(re.search(rf"\b{word}\b", example.question) for word in builtin_words.TEST.foods)
         assert (example.answer == "kitchen") == is_food, example.question
-    for example in tasks.load_examples(tasks.get("lineup"), "test"):
-        people = re.findall("|".join(builtin_words.TEST.names), example.question)
-        place = {"first": 0, "second": 1, "last": 2}[example.question.rstrip("?").split()[-1]]
-        assert example.answer == people[place], example.question
 
 
 def test_the_quickstart_mixture_is_the_learnable_five() -> None:
     assert tasks.groups()["builtin"] == ["opinion", "agreement", "place", "quantifier", "tense"]
-    assert tasks.groups()["builtin_hard"] == ["shelf", "lineup"]

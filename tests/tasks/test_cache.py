@@ -81,7 +81,7 @@ def test_a_file_is_read_once_for_train_and_validation(tmp_path: Path, monkeypatc
     look_at([task], splits=["train", "validation"])
     for split in ("train", "validation"):
         examples = tasks.load_examples(task, split)
-        assert examples == list(tasks.stream_examples(task, split))
+        assert examples == list(load.SplitData(task, split).examples())
         assert tasks.load_examples(task, split, limit=2) == examples[:2]
         examples.clear()  # a list of one's own
     assert len(seen) == 1 + 2  # the look, and what was streamed here
@@ -98,23 +98,24 @@ def test_prompts_and_validation_rows_are_read_as_they_were_made(
 ) -> None:
     """Of a task whose texts are cut, and one of which does not fit."""
     monkeypatch.setattr(encode, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(load, "VALIDATION_FRACTION", 0.5)
     task = task_of(tmp_path)
     found = []
     for once in (True, False):
         load._loaded.clear()
         encoder = Encoder(tokenizer, {"own": 0}, max_length=130)
         if not once:
-            monkeypatch.setattr(load, "_source_rows", None)  # nobody reads
-        examples = tasks.load_examples(task, "validation", validation_fraction=0.5)
+            monkeypatch.setattr(load.SplitData, "all_rows", None)  # nobody reads
+        examples = tasks.load_examples(task, "validation")
         long = replace(examples[0], question="why " * 200)
         if not once:
             monkeypatch.setattr(encoder, "_fit", None)  # nobody encodes
-        found.append((examples, encoder.many_prompt_ids([*examples, long]), encoder.counts))
+        found.append((examples, encoder.prompt_ids([*examples, long]), encoder.counts))
     assert found[0] == found[1]
     assert found[0][1][-1] is None
     assert found[0][2].truncated["own"] > 0
     other = Encoder(tokenizer, {"own": 0}, max_length=140)
-    assert other.many_prompt_ids(examples) == [other.prompt_ids(example) for example in examples]
+    assert other.prompt_ids(examples) == [ids for example in examples for ids in other.prompt_ids([example])]
 
 
 def test_whatever_changes_is_made_anew(tmp_path: Path, tokenizer: Any) -> None:
@@ -126,7 +127,7 @@ def test_whatever_changes_is_made_anew(tmp_path: Path, tokenizer: Any) -> None:
         for changed in (tokenizer, other, longer):
             assert_as_made_anew(task, changed)
     settings: list[dict[str, Any]]
-    settings = [{"cap": 9}, {"max_length": 100}, {"answer_format": "text"}, {"system": "Be kind."}]
+    settings = [{"cap": 9}, {"max_length": 100}, {"answer_format": "text"}]
     for setting in settings:
         assert_as_made_anew(task, tokenizer, **setting)
     write(tmp_path / "train.jsonl", word="new")
@@ -141,12 +142,13 @@ def test_code_of_the_user_is_not_trusted_to_stay_the_same(tmp_path: Path, tokeni
         def render(row: Any, question: str = question) -> Example:
             return Example(question=question, options=("no", "yes"), label=row["label"])
 
-        assert load.origin(replace(task, render=render), "train") is None
+        assert load.SplitData(replace(task, render=render), "train").origin() is None
         assert_as_made_anew(replace(task, render=render), tokenizer)
-    assert load.origin(tasks.get("sst2"), "train") is None  # of the hub
+    assert load.SplitData(tasks.get("sst2"), "train").origin() is None  # of the hub
     builtin = tasks.get("opinion")
-    known = [load.origin(builtin, "train", seed=0), load.origin(builtin, "train", seed=1), load.origin(builtin, "test")]
-    assert len({*known, load.origin(tasks.get("place"), "train")} - {None}) == 4
+    places = [(builtin, "train", 0), (builtin, "train", 1), (builtin, "test", 0), (tasks.get("place"), "train", 0)]
+    known = {load.SplitData(task, split, seed=seed).origin() for task, split, seed in places}
+    assert len(known - {None}) == 4
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b[:10], lambda _: b"", lambda b: b[:-1] + b"\xff"])

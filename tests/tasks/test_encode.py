@@ -18,16 +18,14 @@ LONG = Example(question="Hot?", options=("ice", "fire"), label=1, context="abcde
 @pytest.mark.parametrize(("answer_format", "said"), [("letter", "B"), ("text", "fire")])
 def test_loss_is_on_the_answer_and_eos_only(tokenizer: Any, answer_format: AnswerFormat, said: str) -> None:
     encoder = Encoder(tokenizer, {"t": 3}, answer_format=answer_format)
-    encoded = encoder.encode(SHORT)
-    assert encoded is not None
+    (encoded,) = encoder.encode_all([SHORT])
     labels = PaddingCollator(0)([encoded])["labels"][0]
     assert tokenizer.decode(labels[labels != IGNORE]) == said + "</s>"
     assert encoded.task_id == 3
 
 
 def test_the_chat_template_is_applied_once(tokenizer: Any) -> None:
-    encoded = Encoder(tokenizer).encode(SHORT)
-    assert encoded is not None
+    (encoded,) = Encoder(tokenizer).encode_all([SHORT])
     text = tokenizer.decode(encoded.input_ids)
     assert text == "<s>user:Fire burns.\nHot?\nA. ice\nB. fire\nAnswer with the letter.</s><s>assistant:B</s>"
 
@@ -35,10 +33,10 @@ def test_the_chat_template_is_applied_once(tokenizer: Any) -> None:
 def test_training_and_evaluation_see_the_same_prompt_and_answers(tokenizer: Any) -> None:
     for example in (SHORT, LONG):
         encoder = Encoder(tokenizer, answer_format="text", max_length=200)
-        encoded, prompt = encoder.encode(example), encoder.prompt_ids(example)
-        assert encoded is not None
+        (encoded,), (prompt,) = encoder.encode_all([example]), encoder.prompt_ids([example])
+        target = example.target(encoder.answer_format)
         assert prompt is not None
-        assert encoded.input_ids.tolist() == prompt + encoder.target_ids(example.target(encoder.answer_format))
+        assert encoded.input_ids.tolist() == prompt + encoder.target_ids([target])[target]
 
 
 @pytest.mark.parametrize("cut", ["end", "start"])
@@ -47,8 +45,7 @@ def test_only_the_context_is_cut(tokenizer: Any, cut: Any) -> None:
         question=LONG.question, options=LONG.options, label=1, context="HEAD" + LONG.context + "TAIL", cut=cut
     )
     encoder = Encoder(tokenizer, answer_format="text", max_length=150)
-    encoded = encoder.encode(example)
-    assert encoded is not None
+    (encoded,) = encoder.encode_all([example])
     assert 140 < len(encoded) <= 150  # no more is given up than must be
     text = tokenizer.decode(encoded.input_ids)
     assert "\nHot?\nA. ice\nB. fire\nAnswer with the option's text.</s><s>assistant:fire</s>" in text
@@ -63,14 +60,11 @@ def test_what_was_cut_and_dropped_is_counted(tokenizer: Any) -> None:
     assert dict(encoder.counts.truncated) == {"t": 2}
     assert dict(encoder.counts.dropped) == {"u": 1}
     assert dict(encoder.counts.encoded) == {"t": 3}
-    with pytest.raises(ConfigError, match=r"task 'u': question, options and answer need .* max_length=120"):
-        Encoder(tokenizer, max_length=120, too_long="raise").encode(hopeless)
 
 
 def test_cuts_do_not_break_characters(tokenizer: Any) -> None:
     example = Example(question="Q", options=("a", "b"), label=0, context="é" * 200)  # two tokens each here
-    encoded = Encoder(tokenizer, max_length=121).encode(example)
-    assert encoded is not None
+    (encoded,) = Encoder(tokenizer, max_length=121).encode_all([example])
     assert "\ufffd" not in tokenizer.decode(encoded.input_ids)
 
 
@@ -82,17 +76,16 @@ def test_prompts_are_what_the_template_makes_of_them(tokenizer: Any, content: st
     other = copy.deepcopy(tokenizer)
     other.chat_template = tokenizer.chat_template.replace("m['content']", f"({content})")
     examples = [SHORT, LONG, Example(question="  Why & how?\n", free_answer="x")]
-    encoder = Encoder(other, system="Be kind.")
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ""}]
+    encoder = Encoder(other)
+    messages = [{"role": "user", "content": ""}]
     for example in examples:
-        messages[1]["content"] = example.prompt("letter")
+        messages[0]["content"] = example.prompt("letter")
         expected = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert encoder.prompt_text(example) == expected
     encoded = encoder.encode_all(examples)
     other(["a", "bb"], padding=True)  # leaves an option behind in the tokenizer
     for one, many in zip(examples, encoder.encode_all(examples), strict=True):
-        alone = Encoder(other, system="Be kind.").encode(one)
-        assert alone is not None
+        (alone,) = Encoder(other).encode_all([one])
         assert many.input_ids.tolist() == alone.input_ids.tolist()
     assert [len(item) for item in encoded] == [len(item) for item in encoder.encode_all(examples)]
 
@@ -109,8 +102,7 @@ def test_a_tokenizer_that_does_more_than_its_backend(tokenizer: Any) -> None:
 
 
 def test_free_answers(tokenizer: Any) -> None:
-    encoded = Encoder(tokenizer).encode(Example(question="Name?", free_answer="Mia"))
-    assert encoded is not None
+    (encoded,) = Encoder(tokenizer).encode_all([Example(question="Name?", free_answer="Mia")])
     assert tokenizer.decode(encoded.input_ids) == "<s>user:Name?</s><s>assistant:Mia</s>"
 
 

@@ -257,7 +257,7 @@ def test_parquet_with_bytes_is_read_into_files(home: Path) -> None:
     task = parquet_task(home, contents)
     found = tasks.load_examples(task, "test")
     assert [Path(str(one.media[0].content)).read_bytes() for one in found] == contents
-    assert [one.media for one in tasks.stream_examples(task, "test")] == [(Media("image", c),) for c in contents]
+    assert [one.media for one in load.SplitData(task, "test").examples()] == [(Media("image", c),) for c in contents]
     assert len(tasks.load_examples(task, "train")) + len(tasks.load_examples(task, "validation")) == 60
 
 
@@ -315,8 +315,8 @@ def test_a_copy_of_a_dataset_of_the_hub(home: Path, hub: Any) -> None:
     ]
     hub("SEED-Bench", "test", rows, image=datasets.List(datasets.Image()))
     task = tasks.get("seed_bench")
-    parts = {split: list(tasks.stream_examples(task, split, home)) for split in ("train", "validation", "test")}
-    streamed = [task.example(row) for _, row in load.stream_rows(task, "test", home, streaming=True)]
+    parts = {split: list(load.SplitData(task, split, home).examples()) for split in ("train", "validation", "test")}
+    streamed = [task.example(row) for _, row in load.SplitData(task, "test", home).rows(streaming=True)]
     assert streamed == parts["test"]
     seen = {split: {e.media[0].content for e in examples} for split, examples in parts.items()}
     assert sum(map(len, seen.values())) == 90

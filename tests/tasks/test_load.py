@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import builtins
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from monkeyjump import tasks
 from monkeyjump.errors import ConfigError
 from monkeyjump.models import hub
-from monkeyjump.tasks.load import stream_rows
+from monkeyjump.tasks import load
 
 SST2 = tasks.get("sst2")
 
@@ -36,9 +36,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_validation_is_carved_from_train_alone(folder: Path) -> None:
+def test_validation_is_carved_from_train_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "VALIDATION_FRACTION", 0.2)
     train, validation, test = (
-        {example.context for example in tasks.load_examples(SST2, split, folder, validation_fraction=0.2)}
+        {example.context for example in tasks.load_examples(SST2, split, folder)}
         for split in ("train", "validation", "test")
     )
     assert not train & validation
@@ -65,15 +66,16 @@ def test_row_numbers_are_those_of_the_file(folder: Path) -> None:
     del rows[250]["sentence"]
     write(folder / "sst2" / "train.jsonl.gz", rows)
     with pytest.raises(ConfigError, match=r"row 251 has no column 'sentence'"):
-        list(tasks.stream_examples(SST2, "train", folder, validation_fraction=0.0))
+        list(load.SplitData(SST2, "train", folder).examples())
 
 
-def test_empty_split(folder: Path) -> None:
+def test_empty_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "sst2" / "test.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match=r"empty split: task 'sst2': its test split .* has no rows"):
         tasks.load_examples(SST2, "test", folder)
-    with pytest.raises(ConfigError, match=r"validation_fraction=0.*Raise validation_fraction"):
-        tasks.load_examples(SST2, "validation", folder, validation_fraction=0.0)
+    monkeypatch.setattr(load, "VALIDATION_FRACTION", 0.0)
+    with pytest.raises(ConfigError, match=r"its validation split .* has no rows. A twentieth of the training rows"):
+        tasks.load_examples(SST2, "validation", folder)
 
 
 def test_bad_files(folder: Path) -> None:
@@ -99,7 +101,7 @@ def test_what_is_not_in_the_folder(folder: Path) -> None:
 
 def test_unknown_split() -> None:
     with pytest.raises(ConfigError, match=r"split='validaton' must be one of .* Did you mean 'validation'"):
-        stream_rows(SST2, "validaton")
+        tasks.load_examples(SST2, "validaton")
 
 
 def test_state_of_the_data(folder: Path) -> None:
@@ -109,15 +111,10 @@ def test_state_of_the_data(folder: Path) -> None:
 
 
 def test_no_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"needs the package `datasets`.*monkeyjump\[hub\].*sst2/train.jsonl"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        ConfigError, match=r"without sst2/train.jsonl .* needs datasets: pip install .monkeyjump\[hub\]"
+    ):
         tasks.load_examples(SST2, "train")
 
 

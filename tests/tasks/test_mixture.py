@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,9 @@ from torch.utils.data import DataLoader
 
 from monkeyjump import tasks
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.batches import BatchSampler, by_tokens, pack
+from monkeyjump.tasks.batches import BatchSampler, by_tokens
 from monkeyjump.tasks.encode import Encoded, Encoder
-from monkeyjump.tasks.mixture import Mixture, draw, quotas
-from monkeyjump.tasks.streaming import StreamingMixture
+from monkeyjump.tasks.mixture import Mixture, StreamingMixture, draw, quotas
 
 
 def group(task_id: int, count: int) -> list[Encoded]:
@@ -39,14 +39,15 @@ def test_shares() -> None:
     assert visits(temperature=1e6) == {0: 50, 1: 50}
     assert visits(temperature=2.0) == {0: 25, 1: 75}  # sqrt(10) : sqrt(90) = 1 : 3
     assert visits(weights={"small": 9.0}) == {0: 50, 1: 50}
-    assert visits(epoch_size=20) == {0: 2, 1: 18}
     assert quotas(10, [1 / 3, 1 / 3, 1 / 3]) == [4, 3, 3]
 
 
 def test_no_example_comes_twice_before_all_came_once() -> None:
-    mixture = Mixture(GROUPS, epoch_size=20)  # 18 of the large task's 90 each epoch
-    seen = [index for epoch in range(5) for index in mixture.order(epoch)]
-    assert sorted(seen) == list(range(100))
+    mixture = Mixture(GROUPS, weights={"small": 9.0})  # 50 of the large task's 90 in each epoch
+    epochs = [[index for index in mixture.order(epoch) if index >= 10] for epoch in range(9)]
+    assert len(set(epochs[0])) == 50
+    assert set(epochs[0] + epochs[1]) == set(range(10, 100))
+    assert set(Counter(index for epoch in epochs for index in epoch).values()) == {5}
 
 
 def test_caps_are_nested_and_seeded() -> None:
@@ -59,20 +60,18 @@ def test_load_caps_and_numbers_tasks(tokenizer: Any) -> None:
     encoder = Encoder(tokenizer, max_length=400)
     mixture = Mixture.load(tasks.expand("builtin"), encoder, caps={"opinion": 20, "place": 30, "tense": 5})
     assert mixture.sizes[0] == 20
-    assert mixture.task_ids == {"opinion": 0, "agreement": 1, "place": 2, "quantifier": 3, "tense": 4}
+    assert encoder.task_ids == {"opinion": 0, "agreement": 1, "place": 2, "quantifier": 3, "tense": 4}
     assert Counter(item.task_id for item in mixture)[2] == 30
-    again = Mixture.load(tasks.expand("builtin"), Encoder(tokenizer, max_length=400), caps=5)
-    assert again.sizes == [5] * 5
 
 
 def test_bad_mixtures(tokenizer: Any) -> None:
     with pytest.raises(ConfigError) as error:
-        Mixture({**GROUPS, "none": []}, weights={"small": -1.0}, temperature=0.0)
-    assert len(error.value.problems) == 3
+        Mixture({**GROUPS, "none": [], "nothing": []})
+    assert len(error.value.problems) == 2
     with pytest.raises(ConfigError, match=r"'smal' is not a task of this mixture. Did you mean 'small'"):
         Mixture(GROUPS, weights={"smal": 1.0})
-    with pytest.raises(ConfigError, match=r"caps\['place'\]=0 must be at least 1"):
-        Mixture.load(tasks.expand("place"), Encoder(tokenizer), caps=0)
+    with pytest.raises(ConfigError, match=r"caps: 'plaice' is not a task of this mixture"):
+        Mixture.load(tasks.expand("place"), Encoder(tokenizer), caps={"plaice": 1})
 
 
 def test_bucketing_saves_padding_and_loses_nothing() -> None:
@@ -91,7 +90,6 @@ def test_bucketing_saves_padding_and_loses_nothing() -> None:
     assert padding(batches) < 0.3 * padding([order[start : start + 8] for start in range(0, 100, 8)])
     sampler.set_epoch(1)
     assert list(sampler) != batches
-    assert all(len(batch) == 8 for batch in BatchSampler.bucketed(mixture.order, mixture.lengths, 8, drop_last=True))
 
 
 def test_packing_fits_and_loses_nothing() -> None:
@@ -101,36 +99,30 @@ def test_packing_fits_and_loses_nothing() -> None:
     filled = [sum(mixture.lengths[index] for index in row) for row in rows]
     assert max(filled) <= 32
     assert sum(filled) / (32 * len(rows)) > 0.9
-    with pytest.raises(ConfigError, match=r"pack_length=5 is below the longest sequence, 13 tokens"):
-        pack(range(100), mixture.lengths, 5)
 
 
 def test_streaming_is_the_same_data_in_a_seeded_order(tokenizer: Any) -> None:
     def run(**options: Any) -> list[list[int]]:
-        stream = StreamingMixture(tasks.expand("place,opinion"), Encoder(tokenizer), buffer_size=50, **options)
-        return [item.input_ids.tolist() for item in stream]
+        stream = StreamingMixture(tasks.expand("place"), Encoder(tokenizer), **options)
+        return [item.input_ids.tolist() for item in islice(stream, len(whole))]
 
-    whole = Mixture.load(tasks.expand("place,opinion"), Encoder(tokenizer))
+    whole = Mixture.load(tasks.expand("place"), Encoder(tokenizer))
     assert sorted(run()) == sorted(item.input_ids.tolist() for item in whole)
-    assert run(seed=0) == run(seed=0)
-    with pytest.raises(ConfigError, match=r"buffer_size=0"):
-        StreamingMixture(tasks.expand("place"), Encoder(tokenizer), buffer_size=0)
+    assert run(seed=0) == run(seed=0) != run(seed=1)
 
 
 def test_streaming_weights_and_repeat(tokenizer: Any) -> None:
-    stream = StreamingMixture(
-        tasks.expand("place,opinion"), Encoder(tokenizer), weights={"opinion": 3.0}, repeat=True, buffer_size=10
-    )
+    stream = StreamingMixture(tasks.expand("place,opinion"), Encoder(tokenizer), weights={"opinion": 3.0})
     drawn = Counter(item.task_id for item, _ in zip(stream, range(4000), strict=False))
     assert 0.7 < drawn[1] / 4000 < 0.8
     assert drawn[0] > 400  # more than the task has: it came round again
 
 
 def test_streaming_workers_share_the_work(tokenizer: Any) -> None:
-    stream = StreamingMixture(tasks.expand("place"), Encoder(tokenizer), buffer_size=20)
-    alone = [item.input_ids.tolist() for item in stream]
-    together = [item.input_ids.tolist() for item in DataLoader(stream, batch_size=None, num_workers=2)]
-    assert sorted(together) == sorted(alone)
+    stream = StreamingMixture(tasks.expand("place"), Encoder(tokenizer))
+    loader = DataLoader(stream, batch_size=None, num_workers=2)
+    alone, together = ([item.input_ids.tolist() for item in islice(source, 100)] for source in (stream, loader))
+    assert together == alone
 
 
 def test_batches_by_tokens_hold_every_text_once_and_what_is_read_first_has_all_lengths() -> None:

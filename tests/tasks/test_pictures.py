@@ -169,7 +169,7 @@ def test_sizes_are_kept_on_disk(visual: tuple[Any, Any], media: list[Media], mon
 
 
 def test_drawings_follow_from_the_seed() -> None:
-    from monkeyjump.tasks.builtin_pictures import PICTURE_TASKS
+    from monkeyjump.tasks.builtin import PICTURE_TASKS
 
     for task in PICTURE_TASKS:
         one, same, other = (task.source.generate("train", seed)[:3] for seed in (0, 0, 1))  # type: ignore[union-attr]

@@ -49,7 +49,7 @@ def test_a_compiled_recipe_trains_the_same(
     assert len(losses) == 6
     assert "graphs" not in expected.measurements
     monkeypatch.setattr("monkeyjump.training.compile.BACKEND", "eager")
-    for what, buckets, graphs in [("true", "[104, 112]", 1), ("model", "[112]", 1)]:
+    for what, buckets, graphs in [("true", "[120, 128]", 1), ("model", "[128]", 1)]:
         settings = (f"train.compile={what}", f"data.buckets={buckets}", "train.fused_loss=torch")
         result, found = trained(recipe_file, tmp_path / what, *settings)
         assert found == pytest.approx(losses, rel=CLOSE)

@@ -137,7 +137,7 @@ def test_training_learns_saves_and_reports(recipe_file: Path, tmp_path: Path) ->
     assert curve[-1] < curve[0]
     assert any("router/load_entropy" in log for log in losses)
     assert result.report is not None
-    assert [row.task for row in result.report.rows] == ["opinion", "shelf"]
+    assert [row.task for row in result.report.rows] == ["opinion", "tense"]
     assert all(row.base is not None for row in result.report.rows)
     again = saved_recipe(tmp_path / "adapter")
     assert again is not None

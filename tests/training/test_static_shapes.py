@@ -70,7 +70,7 @@ def test_no_other_widths_pad_less(count: int) -> None:
 
 
 def test_widths_of_equal_lengths() -> None:
-    assert bucket_sizes([17] * 9) == (24,)
+    assert bucket_sizes([17] * 9, 4) == (24,)
 
 
 # --- rows of padding ------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def test_packed_rows_have_one_shape(recipe_file: Path) -> None:
 
 
 def test_widths_by_hand(recipe_file: Path) -> None:
-    chosen = prepared(recipe_file, "data.buckets=112,128")
-    assert {dict(shape)["input_ids"][1] for shape in shapes(chosen)} == {112}
+    chosen = prepared(recipe_file, "data.buckets=128,144")
+    assert {dict(shape)["input_ids"][1] for shape in shapes(chosen)} == {128}
     with pytest.raises(ConfigError, match=r"data\.buckets=\[64\]: none holds the longest training text"):
         prepared(recipe_file, "data.buckets=[64]")
 

@@ -75,7 +75,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def recipe_of_pictures(folder: Path) -> Path:
     model = save_visual_model(folder / "tiny")
-    text = RECIPE.format(model=model).replace("tasks: [opinion, shelf]", "tasks: [opinion, paint]")
+    text = RECIPE.format(model=model).replace("tasks: [opinion, tense]", "tasks: [opinion, paint]")
     (folder / "eyes.yaml").write_text(text, encoding="utf-8")
     return folder / "eyes.yaml"
 

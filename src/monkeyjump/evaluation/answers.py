@@ -52,17 +52,11 @@ def match_option(text: str, options: Sequence[str], answer_format: AnswerFormat 
     line = stripped.splitlines()[0] if stripped else ""
     wanted = normalize(line)
     by_text = next((index for index, option in enumerate(options) if normalize(option) == wanted), -1)
-    by_letter = _letter(line, len(options)) if len(options) <= len(LETTERS) else -1
+    said = _LEADING_LETTER.search(line) or _SAID_LETTER.search(line)
+    letters = LETTERS[: len(options)] if len(options) <= len(LETTERS) else ""
+    by_letter = letters.find(said.group(1).upper()) if said else -1
     first, second = (by_letter, by_text) if answer_format == "letter" else (by_text, by_letter)
     return first if first >= 0 else second
-
-
-def _letter(line: str, count: int) -> int:
-    found = _LEADING_LETTER.search(line) or _SAID_LETTER.search(line)
-    if found is None:
-        return -1
-    index = LETTERS.find(found.group(1).upper())
-    return index if index < count else -1
 
 
 def number_in(text: str) -> float | None:
@@ -83,11 +77,11 @@ def free_credit(text: str, example: Example) -> float:
     return float(normalize(text) == normalize(example.free_answer))
 
 
-def relaxed_accuracy(text: str, answer: str, tolerance: float = 0.05) -> float:
+def relaxed_accuracy(text: str, answer: str) -> float:
     """ChartQA's measure (Masry et al. 2022): a number may be off by 5 % of the right one, a text must be the same."""
     said, right = _chart_number(text), _chart_number(answer)
     if said is not None and right:
-        return float(abs(said - right) <= tolerance * abs(right))
+        return float(abs(said - right) <= 0.05 * abs(right))
     return float(normalize(text) == normalize(answer))
 
 

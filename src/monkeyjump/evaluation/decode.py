@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from monkeyjump.errors import MonkeyJumpWarning
-from monkeyjump.evaluation.caches import Slots
 from monkeyjump.evaluation.forward import AnswerReader, Prefix
 from monkeyjump.evaluation.jobs import Batch
-from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
+from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from monkeyjump.tuner.block_list import KEPT
 from monkeyjump.tuner.call import Generation, belonging_to
 from monkeyjump.tuner.fast.packed_weights import managed
@@ -36,6 +35,38 @@ from monkeyjump.tuner.model import find_context
 
 _STEPS_BETWEEN_LOOKS = 8  # steps after which it is asked, once, whether every row has ended
 _SLOTS = 64
+
+
+class _Slots(DynamicLayer):
+    """Keys and values [rows, heads, slots, width] that stay where they are; a token is written into slot `place`.
+
+    Transformers' own static layer counts its tokens on the device, and whoever asked for the number would wait.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, like: Any, rows: int, slots: int, place: Tensor) -> None:
+        super().__init__()
+        # Zeros: a slot that no token has been written to is masked, but a NaN would show through the mask.
+        self.keys, self.values = (
+            given.new_zeros(rows, given.shape[1], slots, given.shape[3]) for given in (like.keys, like.values)
+        )
+        self.is_initialized, self.place = True, place
+
+    def fill(self, given: Any) -> None:
+        """Begin with the tokens of a growing layer."""
+        rows, _, width, _ = given.keys.shape
+        self.keys[:rows, :, :width].copy_(given.keys)
+        self.values[:rows, :, :width].copy_(given.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.place, key_states)
+        self.values.index_copy_(2, self.place, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2]
 
 
 class Decoder:
@@ -75,27 +106,20 @@ class Decoder:
         return recorded
 
 
-class _Choice:
-    """How the next token is chosen."""
-
-    def __init__(self, reader: AnswerReader, ends: Tensor) -> None:
-        self.reader, self.ends = reader, ends
-
-    def chosen(self, logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token of each row, and which rows have ended with it: [R, V], [R] -> [R], [R]."""
-        tokens = logits.argmax(-1).masked_fill(ended, self.reader.pad_id)
-        return tokens, ended | (tokens.unsqueeze(1) == self.ends).any(1)
+def _chosen(reader: AnswerReader, ends: Tensor, logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token of each row, and which rows have ended with it: [R, V], [R] -> [R], [R]."""
+    tokens = logits.argmax(-1).masked_fill(ended, reader.pad_id)
+    return tokens, ended | (tokens.unsqueeze(1) == ends).any(1)
 
 
-class _Rows(_Choice):
+class _Rows:
     """Decoding as it comes, on a cache that grows."""
 
     def __init__(self, reader: AnswerReader, ends: Tensor, prefix: Prefix, steps: int) -> None:
-        super().__init__(reader, ends)
-        self.prefix = prefix
+        self.reader, self.ends, self.prefix = reader, ends, prefix
         self.mask = nn.functional.pad(prefix.mask.long(), (0, steps), value=1)
         nobody = torch.zeros_like(prefix.lengths, dtype=torch.bool)
-        tokens, self.ended = self.chosen(prefix.logits[:, -1], nobody)
+        tokens, self.ended = _chosen(reader, ends, prefix.logits[:, -1], nobody)
         self.tokens = [tokens]
 
     def advance(self) -> None:
@@ -104,22 +128,21 @@ class _Rows(_Choice):
         with belonging_to(prefix.generation):
             ids = self.tokens[-1].unsqueeze(1)
             output = self.reader.call(ids, seen, positions.unsqueeze(1), prefix.cache, keep=1)
-        tokens, self.ended = self.chosen(output.logits[:, -1], self.ended)
+        tokens, self.ended = _chosen(self.reader, self.ends, output.logits[:, -1], self.ended)
         self.tokens.append(tokens)
 
     def found(self) -> Tensor:
         return torch.stack(self.tokens, 1)
 
 
-class _Recorded(_Choice):
+class _Recorded:
     """Decoding by one recorded step, for R rows and S slots. Rows without a prompt have ended before they begin."""
 
-    def __init__(self, reader: AnswerReader, ends: Tensor, like: Prefix, R: int, S: int, graph: Graph) -> None:
-        super().__init__(reader, ends)
-        zeros, self.graph = like.lengths.new_zeros, graph
+    def __init__(self, reader: AnswerReader, ends: Tensor, like: Prefix, R: int, S: int, graph: CudaGraph) -> None:
+        zeros, self.graph, self.reader, self.ends = like.lengths.new_zeros, graph, reader, ends
         self.token, self.positions, self.place, self.tokens = zeros(R, 1), zeros(R, 1), zeros(1), zeros(R, S)
         self.ended, self.mask = zeros(R, dtype=torch.bool), zeros(R, 1, 1, S, dtype=torch.bool)
-        self.layers = [Slots(layer, R, S, self.place) for layer in like.cache.layers]
+        self.layers = [_Slots(layer, R, S, self.place) for layer in like.cache.layers]
         self.cache, self.task_ids = Cache(layers=list(self.layers)), zeros(R)
         self.generation = Generation(S, self.task_ids)
         self.decisions = {key: made.new_zeros(R, *made.shape[1:]) for key, made in _decisions(like).items()}
@@ -144,7 +167,7 @@ class _Recorded(_Choice):
         self.mask[rows, 0, 0, : self.width].copy_(prefix.mask)
         self.place.fill_(self.width)
         self.ended.fill_(True)
-        tokens, ended = self.chosen(prefix.logits[:, -1], torch.zeros_like(self.ended[rows]))
+        tokens, ended = _chosen(self.reader, self.ends, prefix.logits[:, -1], torch.zeros_like(self.ended[rows]))
         self.ended[rows].copy_(ended)
         self.token[rows, 0].copy_(tokens)
         self.tokens[rows, self.width].copy_(tokens)
@@ -165,7 +188,7 @@ class _Recorded(_Choice):
         self.mask.index_fill_(3, self.place, True)
         with belonging_to(self.generation):
             output = self.reader.call(self.token, self.mask, self.positions, self.cache, keep=1)
-        tokens, ended = self.chosen(output.logits[:, -1], self.ended)
+        tokens, ended = _chosen(self.reader, self.ends, output.logits[:, -1], self.ended)
         self.ended.copy_(ended)
         self.token.copy_(tokens.unsqueeze(1))
         self.positions.add_(1)
@@ -179,7 +202,7 @@ def _decisions(prefix: Prefix) -> dict[Any, Tensor]:
     return {} if kept is None else kept[1]
 
 
-def new_graph(reader: AnswerReader) -> Callable[[], Graph] | None:
+def new_graph(reader: AnswerReader) -> Callable[[], CudaGraph] | None:
     """What makes a graph for this model; None where its steps run as they are."""
     if reader.device.type != "cuda":
         return None

@@ -28,15 +28,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation.caches import nothing_kept
 from monkeyjump.evaluation.jobs import Batch, Job
 from monkeyjump.tasks.pictures import Pictures
 from monkeyjump.tuner.block_list import repeat_rows
 from monkeyjump.tuner.call import Generation, belonging_to
 
 _FLOATS_AT_ONCE = 2**25  # logits converted to float32 in one piece: 128 MiB
+
+
+class _NothingKept(DynamicLayer):
+    """A layer of a cache that stays empty: the forward is one without a cache, and the model sees no packed rows."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 @dataclass
@@ -51,10 +58,6 @@ class Inputs:
     answer_lengths: Tensor  # [R]
     owners: Tensor  # [R], the prompt of each answer
     shown: dict[str, Tensor] = field(default_factory=dict)  # what the model takes of pictures and clips
-
-    def mask(self) -> Tensor:
-        """[B, P] True on real tokens."""
-        return _real_tokens(self.lengths, self.prompts.shape[1], self.left)
 
 
 @dataclass
@@ -116,7 +119,7 @@ class AnswerReader:
 
     def read(self, inputs: Inputs, cached: bool) -> Prefix:
         """Run the prompts. The cache is made only where something will follow."""
-        mask, lengths = inputs.mask(), inputs.lengths
+        mask, lengths = _real_tokens(inputs.lengths, inputs.prompts.shape[1], inputs.left), inputs.lengths
         if self.shifts is not None:
             self.shifts.rope_deltas = None  # of other prompts
         generation = Generation(mask.shape[1], inputs.task_ids, prompt_mask=mask)
@@ -126,7 +129,11 @@ class AnswerReader:
                 output = self.call(inputs.prompts, mask.long(), positions, None, keep=1, **inputs.shown)
             else:
                 # Without any cache Transformers would look, and so wait, whether sequences are packed in a row.
-                empty = {} if cached or not self.takes_any_cache else {"past_key_values": nothing_kept()}
+                empty = (
+                    {}
+                    if cached or not self.takes_any_cache
+                    else {"past_key_values": Cache(layer_class_to_replicate=_NothingKept)}
+                )
                 given = {"input_ids": inputs.prompts, **inputs.shown, **empty}
                 with self._head_reads(lengths - 1, mask.shape[1]):
                     output = self.model(**given, use_cache=cached, return_dict=True)
@@ -226,8 +233,6 @@ def _real_tokens(lengths: Tensor, width: int, left: bool) -> Tensor:
 
 def _all_layers_grow(config: Any) -> bool:
     """Whether the cache keeps all tokens apart: a window or a recurrent state would be filled with padding."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 from html import escape
-from typing import TYPE_CHECKING
 
 from monkeyjump.evaluation.metrics import Interval
+from monkeyjump.evaluation.report import EvaluationReport, ReportRow, percent
 from monkeyjump.evaluation.shown import section
-
-if TYPE_CHECKING:
-    from monkeyjump.evaluation.report import EvaluationReport, ReportRow
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b2330; --soft: #5d6878; --line: #e3e7ed;
@@ -75,11 +72,7 @@ _READING = (
     "frequent right one. Given most often is the answer that a side gave in most rows, with its share in %."
 )
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_WAYS = {
-    "letter": "likelihood of the letter",
-    "text": "likelihood of the answer text",
-    "generate": "greedy generation",
-}
+_WAYS = {"letter": "likelihood of the letter", "text": "likelihood of the answer text", "generate": "greedy generation"}
 
 
 def page(report: EvaluationReport) -> str:
@@ -106,50 +99,47 @@ def _about(report: EvaluationReport) -> str:
         parts.append(_WAYS.get(settings["mode"], str(settings["mode"])))
     if settings.get("limit"):
         parts.append(f"at most {settings['limit']} examples a task")
-    parts.append(f"{len(report.rows)} task{'s' if len(report.rows) != 1 else ''}")
-    return " · ".join(parts)
+    return " · ".join([*parts, f"{len(report.rows)} task{'s' if len(report.rows) != 1 else ''}"])
 
 
 def _cards(report: EvaluationReport) -> str:
-    overall, cards = report.overall, []
-    for label, value, interval in (
-        ("base, mean of tasks", overall.base, overall.base_interval),
-        ("adapter, mean of tasks", overall.adapter, overall.adapter_interval),
-    ):
-        if value is not None:
-            cards.append(_card(_number(value), f"{label}, {_range(interval)}"))
-    if overall.difference is not None:
-        text = f"difference, {_range(overall.difference_interval, signed=True)}"
-        cards.append(_card(_number(overall.difference, signed=True), text, _tone(overall)))
-    if overall.majority is not None:
-        cards.append(_card(_number(overall.majority), "majority, mean of tasks: the best constant answers"))
+    row = report.overall
+    numbers = (
+        (row.base, f"base, mean of tasks, {_range(row.base_interval)}", ""),
+        (row.adapter, f"adapter, mean of tasks, {_range(row.adapter_interval)}", ""),
+        (row.difference, f"difference, {_range(row.difference_interval, signed=True)}", _tone(row)),
+        (row.majority, "majority, mean of tasks: the best constant answers", ""),
+    )
+    cards = (
+        f'<div class="card"><b class="{tone}">{_number(value, signed=value is row.difference)}</b>'
+        f"<span>{label}</span></div>"
+        for value, label, tone in numbers
+        if value is not None
+    )
     return f'<div class="cards">{"".join(cards)}</div>'
-
-
-def _card(value: str, label: str, tone: str = "") -> str:
-    return f'<div class="card"><b class="{tone}">{value}</b><span>{escape(label)}</span></div>'
 
 
 def _table(report: EvaluationReport) -> str:
     compared = report.overall.difference is not None
     columns = ["n", *(["base", "adapter", "difference"] if compared else ["score"]), "majority"]
     head = "".join(f"<th>{name}</th>" for name in columns)
-    low, high = _scale(report)
-    lines = [
-        f'<tr><th class="l">task</th>{head}<th class="l">given most often</th>'
-        f'<th class="l plot">{_axis(low, high)}</th></tr>'
-    ]
-    several = len(report.families) > 1
-    family = None
+    # bars go from 0 to 1, and further left where a correlation is below zero
+    intervals = [interval for row in report.ordered() for interval in (row.base_interval, row.adapter_interval)]
+    lows = [interval.low for interval in intervals if interval is not None and not math.isnan(interval.low)]
+    low = math.floor(min([0.0, *lows]) * 5) / 5
+    lines, family = [], None
     for row in report.ordered():
-        if several and row.kind == "task" and row.family != family:
+        if len(report.families) > 1 and row.kind == "task" and row.family != family:
             family = row.family
             lines.append(f'<tr class="family"><td colspan="{len(columns) + 3}">{escape(family)}</td></tr>')
-        lines.append(_line(row, compared, low, high))
-    return f"<table>\n<thead>{lines[0]}</thead>\n<tbody>\n" + "\n".join(lines[1:]) + "\n</tbody>\n</table>"
+        lines.append(_line(row, compared, low))
+    return (
+        f'<table>\n<thead><tr><th class="l">task</th>{head}<th class="l">given most often</th>'
+        f'<th class="l plot">{_axis(low)}</th></tr></thead>\n<tbody>\n' + "\n".join(lines) + "\n</tbody>\n</table>"
+    )
 
 
-def _line(row: ReportRow, compared: bool, low: float, high: float) -> str:
+def _line(row: ReportRow, compared: bool, low: float) -> str:
     count = str(row.n) if row.kind == "task" else f"{row.n} tasks"
     metric = row.metric.replace("_", " ") if row.kind == "task" else ""
     cells = [f'<td class="l">{escape(row.task)}<span class="range">{escape(metric)}</span></td><td>{count}</td>']
@@ -159,8 +149,13 @@ def _line(row: ReportRow, compared: bool, low: float, high: float) -> str:
     if compared:
         cells.append(_cell(row.difference, row.difference_interval, signed=True, tone=_tone(row)))
     majority = "" if row.majority is None else _number(row.majority)
+    sides = (("base", row.base_top, row.base_top_answer), ("adapter", row.adapter_top, row.adapter_top_answer))
+    given = "".join(
+        _answer(answer, f'<i style="background:var(--{name})"></i><b>{_number(share)}</b> % ')
+        for name, share, answer in sides
+    )
     cells.append(f'<td class="majority">{majority}{_answer(row.majority_answer)}</td>')
-    cells.append(f'<td class="l">{_given(row)}</td><td class="l plot">{_bars(row, low, high)}</td>')
+    cells.append(f'<td class="l">{given}</td><td class="l plot">{_bars(row, low)}</td>')
     return f'<tr class="{"" if row.kind == "task" else "mean"}">{"".join(cells)}</tr>'
 
 
@@ -175,14 +170,6 @@ def _answer(answer: str | None, before: str = "") -> str:
     return f'<span class="range answer" title="{escape(answer)}">{before}{escape(answer) or "(empty)"}</span>'
 
 
-def _given(row: ReportRow) -> str:
-    sides = (("base", row.base_top, row.base_top_answer), ("adapter", row.adapter_top, row.adapter_top_answer))
-    return "".join(
-        _answer(answer, f'<i style="background:var(--{name})"></i><b>{_number(share)}</b> % ')
-        for name, share, answer in sides
-    )
-
-
 def _tone(row: ReportRow) -> str:
     """Colour only where the interval excludes zero."""
     interval = row.difference_interval
@@ -192,8 +179,6 @@ def _tone(row: ReportRow) -> str:
 
 
 def _number(value: float | None, signed: bool = False) -> str:
-    from monkeyjump.evaluation.report import percent
-
     return percent(value, signed).replace("-", "\u2212") if value is not None and not math.isnan(value) else "\u2013"
 
 
@@ -206,56 +191,41 @@ def _range(interval: Interval | None, signed: bool = False) -> str:
 # -- bars ---------------------------------------------------------------------------------------
 
 
-def _scale(report: EvaluationReport) -> tuple[float, float]:
-    """0 to 1, further left where a correlation is below zero."""
-    values = [0.0]
-    for row in report.ordered():
-        for interval in (row.base_interval, row.adapter_interval):
-            if interval is not None and not math.isnan(interval.low):
-                values.append(interval.low)
-    return math.floor(min(values) * 5) / 5, 1.0
+def _place(value: float, low: float) -> str:
+    """Percent of the way from `low` to 1."""
+    return f"{100 * (min(max(value, low), 1.0) - low) / (1.0 - low):.2f}"
 
 
-def _place(value: float, low: float, high: float) -> str:
-    return f"{100 * (min(max(value, low), high) - low) / (high - low):.2f}"
-
-
-def _axis(low: float, high: float) -> str:
-    ticks = [tick for tick in (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0) if low <= tick <= high]
-    anchors = {low: "start", high: "end"}
+def _axis(low: float) -> str:
+    anchors = {low: "start", 1.0: "end"}
     texts = "".join(
-        f'<text x="{_place(t, low, high)}%" y="12" text-anchor="{anchors.get(t, "middle")}" font-size="11" '
-        f'fill="var(--soft)">{_number(t).removesuffix(".0")}</text>'
-        for t in ticks
+        f'<text x="{_place(tick, low)}%" y="12" text-anchor="{anchors.get(tick, "middle")}" font-size="11" '
+        f'fill="var(--soft)">{_number(tick).removesuffix(".0")}</text>'
+        for tick in (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)
+        if tick >= low
     )
     return f'<svg role="presentation" style="height:16px">{texts}</svg>'
 
 
-def _bars(row: ReportRow, low: float, high: float) -> str:
-    sides = [
-        (name, value, interval)
-        for name, value, interval in (
-            ("base", row.base, row.base_interval),
-            ("adapter", row.adapter, row.adapter_interval),
-        )
-        if value is not None and not math.isnan(value)
-    ]
+def _bars(row: ReportRow, low: float) -> str:
+    both = (("base", row.base, row.base_interval), ("adapter", row.adapter, row.adapter_interval))
+    sides = [(name, value, interval) for name, value, interval in both if value is not None and not math.isnan(value)]
     height, top = (9, 2) if len(sides) > 1 else (12, 7)
     parts = ['<rect x="0" y="0" width="100%" height="26" rx="4" fill="var(--track)"/>']
     for number, (name, value, interval) in enumerate(sides):
         y = top + number * (height + 4)
-        left, right = sorted((float(_place(0.0, low, high)), float(_place(value, low, high))))
+        left, right = sorted((float(_place(0.0, low)), float(_place(value, low))))
         parts.append(
             f'<rect x="{left:.2f}%" y="{y}" width="{right - left:.2f}%" height="{height}" rx="2" fill="var(--{name})"/>'
         )
         if interval is not None and not math.isnan(interval.low):
-            a, b, middle = _place(interval.low, low, high), _place(interval.high, low, high), y + height / 2
+            a, b, middle = _place(interval.low, low), _place(interval.high, low), y + height / 2
             for x1, x2, half in ((a, b, 0), (a, a, 3), (b, b, 3)):  # the line and its two ends
                 ys = f'y1="{middle - half}" y2="{middle + half}"'
                 parts.append(f'<line x1="{x1}%" x2="{x2}%" {ys} stroke="var(--whisker)"/>')
     labels = [f"{name} {_number(value)} ({_range(interval)})" for name, value, interval in sides]
     if row.majority is not None:
-        x = _place(row.majority, low, high)
+        x = _place(row.majority, low)
         line = f'<line x1="{x}%" x2="{x}%" y1="0" y2="26" stroke="var(--majority)"'
         parts.append(f'{line} stroke-width="2" stroke-dasharray="3 2"/>')
         labels.append(f"majority {_number(row.majority)}")

@@ -25,7 +25,7 @@ FREE_ANSWER_TOKENS = 64  # what a free answer may take
 _WAVE = 4  # full batches of a wave, once the device is busy
 _ROOM = 8  # tokens beyond the longest option: "The answer is B."
 # The shortest prompt of a large batch, as a part of the longest; rows that generate cost more than their prompts.
-_ALIKE = {"scores": 0.8, "generates": 0.5}
+_ALIKE, _ALIKE_GENERATED = 0.8, 0.5
 _GENERATED_ROWS = 256  # more would fill the memory with the cache, and tokens are not made faster
 _LOGIT_WEIGHT = 4  # an answer position holds a row of logits: it counts as this many plain tokens of a batch
 _CACHED_PER_TOKEN = 4  # every answer has its copy of the prompt's cache: as many cached tokens count as a plain one
@@ -78,13 +78,13 @@ def make_jobs(encoder: Encoder, examples: Sequence[Example], mode: Mode) -> list
     """Encode the examples; those that the encoder drops as too long are left out (it counts them)."""
     form: Literal["letter", "text"] = "letter" if mode == "letter" else "text"
     options = [example.targets(form) for example in examples]
-    ids = encoder.many_target_ids(text for texts in options for text in texts)
+    ids = encoder.target_ids(text for texts in options for text in texts)
     if mode == "letter":
         ids = {text: found[:-1] for text, found in ids.items()}  # without the end token
     return [
         Job(index, example, mode, prompt, [ids[text] for text in texts], encoder.task_ids.get(example.task, 0))
         for index, (example, prompt, texts) in enumerate(
-            zip(examples, encoder.many_prompt_ids(examples), options, strict=True)
+            zip(examples, encoder.prompt_ids(examples), options, strict=True)
         )
         if prompt is not None
     ]
@@ -122,9 +122,11 @@ def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
             batch, longest, answers = batches[-1], max(longest, job.longest), answers + len(job.answers)
             cost = _cost(job.kind, len(batch.jobs) + 1, width, answers, longest)
             # A batch that is large enough ends before its prompts get much shorter.
-            part = _ALIKE["generates" if job.kind[0] else "scores"]
+            part = _ALIKE_GENERATED if job.kind[0] else _ALIKE
             alike = len(job.prompt) >= part * width or batch.cost < batch_tokens // 4
-            fits = cost <= batch_tokens and not (job.kind[0] and len(batch.jobs) >= _most_rows(width, batch_tokens))
+            # Rows that generate are a power of two: a recorded step then serves many batches without idle rows.
+            most = min(_GENERATED_ROWS, 1 << max(0, (batch_tokens // width).bit_length() - 1))
+            fits = cost <= batch_tokens and not (job.kind[0] and len(batch.jobs) >= most)
             if fits and alike:
                 batch.jobs.append(job)
                 batch.cost = cost
@@ -133,11 +135,6 @@ def make_batches(jobs: Iterable[Job], batch_tokens: int) -> list[Batch]:
         width, longest, answers = len(job.prompt), job.longest, len(job.answers)
         batches.append(Batch([job], _cost(job.kind, 1, width, answers, longest)))
     return batches
-
-
-def _most_rows(width: int, batch_tokens: int) -> int:
-    """Rows of a batch that generates: a power of two, so that a recorded step serves many batches without idle rows."""
-    return min(_GENERATED_ROWS, 1 << max(0, (batch_tokens // width).bit_length() - 1))
 
 
 def _cost(kind: tuple[bool, int], rows: int, width: int, answers: int, longest: int) -> int:

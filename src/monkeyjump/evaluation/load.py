@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.models import load_model, load_tokenizer, resolve
+from monkeyjump.models import ResolvedModel, load_model, load_tokenizer, resolve
 
 TASK_IDS = "monkeyjump_task_ids"  # attribute of a loaded model: the ids its tasks were trained with
 RECIPE_FILE = "recipe.json"  # beside the adapter, if the library trained it
@@ -37,7 +37,9 @@ def load_adapter(
     name = _base_name(folder, named, recipe.get("origin", {}).get("base"))
     model, tokenizer = loaded or load_model(name, dtype=dtype, device=device)
     if (folder / "tokenizer_config.json").is_file() and not hasattr(tokenizer, "processor"):
-        tokenizer = _own_tokenizer(folder, tokenizer)  # a processor for pictures stays that of the base model
+        # its template is the one the adapter was trained with; a processor for pictures stays that of the base model
+        saved = load_tokenizer(ResolvedModel(folder.name, "folder", str(folder), local_files_only=True))
+        tokenizer = saved if len(saved) == len(tokenizer) else tokenizer
     try:
         if isinstance(model, PeftModel):
             model.load_adapter(str(folder), adapter_name)
@@ -47,14 +49,13 @@ def load_adapter(
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _problem(
             f"{str(folder)!r} does not load onto base model {name!r}: {reason}. Save it again, or name its base model "
             "with --base NAME."
         ) from error
-    if recipe.get("tasks"):
-        ids = recipe.get("origin", {}).get("task_ids")
-        setattr(adapted, TASK_IDS, _trained_ids(recipe["tasks"]) if ids is None else ids)
+    if "task_ids" in recipe.get("origin", {}):
+        setattr(adapted, TASK_IDS, recipe["origin"]["task_ids"])
     return adapted.eval(), tokenizer
 
 
@@ -81,12 +82,11 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise _problem(f"{str(folder)!r} is a file. Pass the folder that holds adapter_config.json.")
     if not (folder / "adapter_config.json").is_file():
-        inside = next((child for child in sorted(folder.glob("*/adapter_config.json"))), None)
+        inside = next(iter(sorted(folder.glob("*/adapter_config.json"))), None)
         hint = f" Did you mean {str(inside.parent)!r}?" if inside else ""
         kind = "holds a whole model, not an adapter" if (folder / "config.json").is_file() else "holds no adapter"
         raise _problem(f"{str(folder)!r} {kind} (no adapter_config.json).{hint}")
-    weights = [folder / "adapter_model.safetensors", folder / "adapter_model.bin"]
-    if not any(file.is_file() for file in weights):
+    if not any((folder / f"adapter_model.{ending}").is_file() for ending in ("safetensors", "bin")):
         raise _problem(
             f"{str(folder)!r} has a configuration but no weights (adapter_model.safetensors). Save it again."
         )
@@ -121,24 +121,6 @@ def _base_name(folder: Path, names: list[str | None], origin: dict[str, Any] | N
         [*reasons, f"Name the base model yourself with --base NAME (in Python base=NAME).{was}"],
         title=f"the base model of {str(folder)!r} is missing",
     )
-
-
-def _own_tokenizer(folder: Path, fallback: Any) -> Any:
-    """The tokenizer saved beside the adapter; its template is the one the adapter was trained with."""
-    from monkeyjump.models.resolve import ResolvedModel
-
-    saved = load_tokenizer(ResolvedModel(folder.name, "folder", str(folder), local_files_only=True))
-    return saved if len(saved) == len(fallback) else fallback
-
-
-def _trained_ids(names: list[str]) -> dict[str, int]:
-    """Positions of the tasks in training, which is what `task_ids` were there; none if a task is no longer known."""
-    from monkeyjump.tasks import expand
-
-    try:
-        return {task.name: index for index, task in enumerate(expand(names))}
-    except ConfigError:
-        return {}
 
 
 def _problem(message: str) -> ConfigError:

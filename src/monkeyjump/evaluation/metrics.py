@@ -6,8 +6,7 @@ Everything is deterministic: resampling is drawn from the given seed.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -17,23 +16,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 RESAMPLES = 1000
 _INDICES_AT_ONCE = 2**16  # what fits in a processor's cache
-_Z95 = NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95 % confidence interval, unless another level was asked for."""
+    """A 95 % confidence interval."""
 
     low: float
     high: float
-
-
-def most_frequent(answers: Sequence[str]) -> tuple[str | None, float | None]:
-    """The answer that occurs most often (of equally frequent ones the first) and its share; None for no answers."""
-    if not answers:
-        return None, None
-    [(answer, count)] = Counter(answers).most_common(1)
-    return answer, count / len(answers)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -42,18 +32,14 @@ def mean(values: Sequence[float]) -> float:
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
     """Spearman's rank correlation, equal values sharing their mean rank; NaN where one side is constant."""
-    if len(x) != len(y):
-        raise ValueError(f"spearman needs two lists of one length, not {len(x)} and {len(y)}.")
-    if len(x) < 2:
-        return math.nan
-    return _correlation(_ranks(*_codes(x)), _ranks(*_codes(y)))
+    return _correlation(_ranks(*_codes(x)), _ranks(*_codes(y))) if len(x) > 1 else math.nan
 
 
-def wilson(successes: float, n: int, z: float = _Z95) -> Interval:
+def wilson(successes: float, n: int) -> Interval:
     """Wilson's score interval of a proportion: inside [0, 1] and sensible at 0, 1 and small n."""
     if n <= 0:
         return Interval(math.nan, math.nan)
-    p = successes / n
+    p, z = successes / n, NormalDist().inv_cdf(0.975)
     denominator = 1 + z * z / n
     center = (p + z * z / (2 * n)) / denominator
     half = z / denominator * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -61,14 +47,8 @@ def wilson(successes: float, n: int, z: float = _Z95) -> Interval:
     return Interval(min(p, max(0.0, center - half)), max(p, min(1.0, center + half)))
 
 
-def bootstrap(n: int, statistic: Callable[[npt.NDArray[np.int64]], float], seed: int) -> Floats:
-    """The statistic of `RESAMPLES` draws of n indices with replacement: [RESAMPLES]."""
-    rng = np.random.default_rng(seed)
-    return np.array([statistic(rng.integers(0, n, n)) for _ in range(RESAMPLES)], dtype=np.float64)
-
-
 def resampled_means(rows: Sequence[Sequence[float]], seed: int = 0) -> Floats:
-    """Bootstrap replicates [m, RESAMPLES] of the means of m rows of n values: those of `bootstrap`, with one draw."""
+    """Bootstrap replicates [m, RESAMPLES] of the means of m rows of n values, drawn together."""
     arrays, rng = [np.asarray(row, dtype=np.float64) for row in rows], np.random.default_rng(seed)
     n = len(arrays[0])
     draws = max(1, _INDICES_AT_ONCE // n)
@@ -80,16 +60,17 @@ def resampled_means(rows: Sequence[Sequence[float]], seed: int = 0) -> Floats:
 def resampled_spearman(x: Sequence[float], y: Sequence[float], seed: int = 0) -> Floats:
     """Bootstrap replicates of Spearman's correlation; NaN where a draw is constant."""
     # Which values are equal does not change with the draw: ranks come from counting, not from sorting each time.
-    (codes_x, nx), (codes_y, ny) = _codes(x), _codes(y)
-    return bootstrap(len(x), lambda index: _correlation(_ranks(codes_x[index], nx), _ranks(codes_y[index], ny)), seed)
+    (codes_x, nx), (codes_y, ny), rng = _codes(x), _codes(y), np.random.default_rng(seed)
+    draws = (rng.integers(0, len(x), len(x)) for _ in range(RESAMPLES))
+    return np.array([_correlation(_ranks(codes_x[index], nx), _ranks(codes_y[index], ny)) for index in draws])
 
 
-def percentile_interval(replicates: Floats, level: float = 0.95) -> Interval:
-    """The middle `level` of bootstrap replicates; NaN replicates are left out."""
+def percentile_interval(replicates: Floats) -> Interval:
+    """The middle 95 % of bootstrap replicates; NaN replicates are left out."""
     good = replicates[~np.isnan(replicates)]
     if good.size == 0:
         return Interval(math.nan, math.nan)
-    low, high = np.quantile(good, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(good, [(1 - 0.95) / 2, (1 + 0.95) / 2])
     return Interval(float(low), float(high))
 
 
@@ -104,17 +85,14 @@ class PairedDifference:
     n: int
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> PairedDifference:
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifference:
     """Compare two results pair by pair: the same seeds, or the same examples."""
-    if len(a) != len(b):
-        raise ValueError(f"paired_difference needs two lists of one length, not {len(a)} and {len(b)}.")
     differences = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
-    n = len(differences)
-    center = mean(list(differences))
+    n, center = len(differences), mean(list(differences))
     if n < 2:
         return PairedDifference(center, math.nan, Interval(math.nan, math.nan), math.nan, n)
     error = float(differences.std(ddof=1) / math.sqrt(n))
-    half = student_quantile((1 + level) / 2, n - 1) * error
+    half = student_quantile(0.975, n - 1) * error
     p_value = 2 * (1 - student_cdf(abs(center) / error, n - 1)) if error > 0 else float(center == 0)
     return PairedDifference(center, error, Interval(center - half, center + half), p_value, n)
 
@@ -133,30 +111,19 @@ def student_cdf(t: float, freedom: int) -> float:
     """Student's distribution for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     if freedom > 1000:  # the normal is within 2e-4 there, and the series gets long
         return NormalDist().cdf(t)
-    theta = math.atan(abs(t) / math.sqrt(freedom))
-    cosine = math.cos(theta)
-    if freedom % 2:
-        term, total = cosine, cosine if freedom > 1 else 0.0
-        for k in range(3, freedom - 1, 2):
-            term *= cosine * cosine * (k - 1) / k
-            total += term
-        inside = 2 / math.pi * (theta + math.sin(theta) * total)
-    else:
-        term, total = 1.0, 1.0
-        for k in range(2, freedom - 1, 2):
-            term *= cosine * cosine * (k - 1) / k
-            total += term
-        inside = math.sin(theta) * total
-    return 0.5 + math.copysign(inside / 2, t)
+    theta, odd = math.atan(abs(t) / math.sqrt(freedom)), freedom % 2
+    term = math.cos(theta) if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= math.cos(theta) ** 2 * (k - 1) / k
+        total += term
+    inside = math.sin(theta) * total
+    return 0.5 + math.copysign((theta + inside) / math.pi if odd else inside / 2, t)
 
 
 def student_quantile(p: float, freedom: int) -> float:
     """The t below which Student's distribution has mass p, by bisection."""
-    low, high = -1.0, 1.0
-    while student_cdf(low, freedom) > p:
-        low *= 2
-    while student_cdf(high, freedom) < p:
-        high *= 2
+    low, high = -1e4, 1e4
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if student_cdf(middle, freedom) < p else (low, middle)

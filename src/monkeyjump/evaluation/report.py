@@ -83,8 +83,10 @@ def mean_rows(
 
     A task without a score (NaN) is left out. Intervals redraw the examples within each task; the tasks are given.
     """
-    families = {row.family: [other for other in rows if other.family == row.family] for row in rows}
-    means = [_mean_row("family", f"{name} mean", name, members, replicates) for name, members in families.items()]
+    means = [
+        _mean_row("family", f"{name} mean", name, [row for row in rows if row.family == name], replicates)
+        for name in dict.fromkeys(row.family for row in rows)
+    ]
     return means, _mean_row("overall", "overall mean", "", rows, replicates)
 
 
@@ -96,23 +98,22 @@ def _mean_row(
     replicates: Mapping[str, Mapping[str, Floats]],
 ) -> ReportRow:
     shares = [r.majority for r in rows if r.n]
-    known = [share for share in shares if share is not None]
-    majority = sum(known) / len(known) if known and len(known) == len(shares) else None
-    row = ReportRow(kind=kind, task=name, family=family, metric="mean", n=len(rows), majority=majority)
+    majority = None if not shares or None in shares else sum(share or 0.0 for share in shares) / len(shares)
+    found: dict[str, Any] = {"majority": majority}
     drawn: dict[str, Floats] = {}
     for side in ("base", "adapter"):
         scores = {r.task: getattr(r, side) for r in rows}
-        good = [task for task, score in scores.items() if score is not None and not math.isnan(score)]
         if all(score is None for score in scores.values()):
             continue
-        value = sum(scores[task] for task in good) / len(good) if good else math.nan
-        stacked = np.stack([replicates[task][side] for task in good]) if good else np.full((1, 1), math.nan)
-        drawn[side] = stacked.mean(0)
-        changes: dict[str, Any] = {side: value, f"{side}_interval": percentile_interval(drawn[side])}
+        good = [task for task, score in scores.items() if score is not None and not math.isnan(score)]
+        drawn[side] = np.mean([replicates[task][side] for task in good], 0) if good else np.full(1, math.nan)
         nlls = [nll for r in rows if (nll := getattr(r, f"{side}_nll")) is not None]
-        changes[f"{side}_nll"] = sum(nlls) / len(nlls) if nlls else None
-        row = replace(row, **changes)
-    return row.with_difference(drawn)
+        found |= {
+            side: sum(scores[task] for task in good) / len(good) if good else math.nan,
+            f"{side}_interval": percentile_interval(drawn[side]),
+            f"{side}_nll": sum(nlls) / len(nlls) if nlls else None,
+        }
+    return ReportRow(kind, name, family, "mean", len(rows), **found).with_difference(drawn)
 
 
 @dataclass
@@ -146,9 +147,9 @@ class EvaluationReport:
             {
                 "monkeyjump_evaluation": 1,
                 "settings": self.settings,
-                "rows": [asdict(row) for row in self.rows],
-                "families": [asdict(row) for row in self.families],
-                "overall": asdict(self.overall),
+                "rows": self.rows,
+                "families": self.families,
+                "overall": self.overall,
             }
         )
 
@@ -160,14 +161,8 @@ class EvaluationReport:
         names = [f"{m}{end}" for m in _MEASURES for end in ("", "_low", "_high")]
         last = [*(f"{name}{end}" for name in _ANSWERS for end in ("", "_answer")), "base_nll", "adapter_nll"]
         last += ["dropped", "truncated", "unreadable"]
-        lines: list[Any] = [[*plain, *names, *last]]
-        for row in self.ordered():
-            values: list[Any] = [getattr(row, name) for name in plain]
-            for measure in _MEASURES:
-                interval = getattr(row, f"{measure}_interval")
-                values += [getattr(row, measure), *((interval.low, interval.high) if interval else (None, None))]
-            lines.append(jsonable([*values, *(getattr(row, name) for name in last)]))
-        return csv_text(lines)
+        columns = [*plain, *names, *last]
+        return csv_text([columns, *(jsonable([_value(row, name) for name in columns]) for row in self.ordered())])
 
     def to_html(self) -> str:
         """One self-contained page."""
@@ -190,14 +185,24 @@ class EvaluationReport:
 
     def table(self) -> Table:
         """The table that fits 80 columns, its means in bold."""
-        header, lines = _table_cells(self)
-        rows = self.ordered()
-        shown = [
-            line if row.kind == "task" else [Bold(cell) for cell in line] for row, line in zip(rows, lines, strict=True)
-        ]
+        rows, compared = self.ordered(), self.overall.difference is not None
+        header = ["task", "n", *(["base"] if compared else []), "score" if self.overall.adapter is None else "adapter"]
+        header += ["95 %", *(["diff", "95 %"] if compared else []), "major", "top"]
+        lines = []
+        for row in rows:
+            cells = [str(row.n), *([percent(row.base)] if compared else []), percent(row.score), span(row.interval)]
+            if compared:
+                cells += [percent(row.difference, signed=True), span(row.difference_interval, signed=True)]
+            tops = [f"{100 * share:.0f}" for share in (row.base_top, row.adapter_top) if share is not None]
+            lines.append([*cells, "" if row.majority is None else percent(row.majority), "/".join(tops)])
+        room = max(8, _WIDTH - sum(max(map(len, column)) + 2 for column in zip(header[1:], *lines, strict=True)))
+        for row, line in zip(rows, lines, strict=True):
+            metric = f" ({_SHORT[row.metric]})" if row.metric in _SHORT else ""
+            line.insert(0, shortened(row.task, room - len(metric)) + metric)
+            line[:] = line if row.kind == "task" else map(Bold, line)
         ends = [index for index, row in enumerate(rows) if row.kind == "family"]
         score = "accuracy" if any(row.metric == "accuracy" for row in self.rows) else "score"
-        return Table(f"{self.title}, {score} x 100", header, shown, section_ends=ends)
+        return Table(f"{self.title}, {score} x 100", header, lines, section_ends=ends)
 
     @property
     def title(self) -> str:
@@ -234,6 +239,14 @@ class EvaluationReport:
         return "\n".join(textwrap.fill(note, width) for note in notes)
 
 
+def _value(row: ReportRow, column: str) -> Any:
+    """What a row has in a column of the CSV file; `base_low` is the lower end of `base_interval`."""
+    measure, _, end = column.rpartition("_")
+    if end in ("low", "high"):
+        return getattr(getattr(row, f"{measure}_interval"), end, None)
+    return getattr(row, column)
+
+
 def _constant_sides(row: ReportRow) -> list[str]:
     """A sentence for each side that nearly always gives one answer, where the right answers are not so."""
     if row.n < _CONSTANT_ROWS or (row.majority or 0.0) >= _CONSTANT:
@@ -245,30 +258,6 @@ def _constant_sides(row: ReportRow) -> list[str]:
             said = "gave no valid answer" if answer == NO_ANSWER else f"answered {shortened(answer, 40)!r}"
             found.append(f"{row.task}: {words} {said} in {round(share * row.n)} of {row.n} rows.")
     return found
-
-
-def _table_cells(report: EvaluationReport) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the 80-column table."""
-    rows = report.ordered()
-    compared = report.overall.difference is not None
-    score = "score" if report.overall.adapter is None else "adapter"
-    header = ["task", "n", *(["base"] if compared else []), score, "95 %"]
-    header += [*(["diff", "95 %"] if compared else []), "major", "top"]
-    lines = []
-    for row in rows:
-        cells = [str(row.n), *([percent(row.base)] if compared else []), percent(row.score), span(row.interval)]
-        if compared:
-            cells += [percent(row.difference, signed=True), span(row.difference_interval, signed=True)]
-        tops = [f"{100 * share:.0f}" for share in (row.base_top, row.adapter_top) if share is not None]
-        lines.append([*cells, "" if row.majority is None else percent(row.majority), "/".join(tops)])
-    others = [max(map(len, column)) + 2 for column in zip(header[1:], *lines, strict=True)]
-    room = max(8, _WIDTH - sum(others))
-    return header, [[_task_name(row, room), *line] for row, line in zip(rows, lines, strict=True)]
-
-
-def _task_name(row: ReportRow, width: int) -> str:
-    metric = f" ({_SHORT[row.metric]})" if row.metric in _SHORT else ""
-    return shortened(row.task, width - len(metric)) + metric
 
 
 def percent(value: float | None, signed: bool = False) -> str:

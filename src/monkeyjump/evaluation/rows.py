@@ -15,6 +15,7 @@ from monkeyjump.evaluation.jobs import Mode
 from monkeyjump.evaluation.report import ReportRow
 from monkeyjump.evaluation.score import NO_ANSWER, Prediction
 from monkeyjump.tasks import Example, Task
+from monkeyjump.tasks.cells import most_frequent
 from monkeyjump.tasks.task import LETTERS
 
 
@@ -35,11 +36,6 @@ def _numbers(predictions: Sequence[Prediction]) -> tuple[list[float], list[float
     return predicted, [float(prediction.gold_value or 0.0) for prediction in predictions]
 
 
-def _mean_nll(predictions: Sequence[Prediction]) -> float | None:
-    found = [nll for prediction in predictions if (nll := prediction.nll) is not None]
-    return metrics.mean(found) if found else None
-
-
 def _frequent_answers(
     metric: str, examples: Sequence[Example], sides: Mapping[str, Sequence[Prediction]]
 ) -> dict[str, Any]:
@@ -47,10 +43,12 @@ def _frequent_answers(
     found: dict[str, Any] = {}
     same_options = len({example.options for example in examples}) == 1
     for side, predictions in sides.items():
-        pairs = [_answer_texts(examples[p.index], p, same_options) for p in predictions]
-        found[f"{side}_top_answer"], found[f"{side}_top"] = metrics.most_frequent([said for said, _ in pairs])
-        if metric != "spearman":  # a constant ranks nothing, so that there is no score of one
-            found["majority_answer"], found["majority"] = metrics.most_frequent([right for _, right in pairs])
+        if not predictions:
+            continue
+        said, right = zip(*(_answer_texts(examples[p.index], p, same_options) for p in predictions), strict=True)
+        counted = {f"{side}_top": said} if metric == "spearman" else {f"{side}_top": said, "majority": right}
+        for name, answers in counted.items():  # a constant ranks nothing: there is no majority of a rank correlation
+            found |= {f"{name}_answer": (answer := most_frequent(answers)), name: answers.count(answer) / len(answers)}
     return found
 
 
@@ -88,26 +86,17 @@ def task_row(
 ) -> tuple[ReportRow, dict[str, metrics.Floats]]:
     """The row of a task, and its scores resampled for the intervals of means."""
     replicates = _replicates(task.metric, sides, seed + zlib.crc32(task.name.encode()))
-    scores = {side: task_score(task.metric, found) for side, found in sides.items()}
-    intervals = {
-        side: metrics.percentile_interval(replicates[side])
-        if task.metric in ("spearman", "vqa_accuracy")
-        else metrics.wilson(sum(prediction.credit for prediction in found), len(found))
-        for side, found in sides.items()
-    }
-    row = ReportRow(
-        kind="task",
-        task=task.name,
-        family=task.family,
-        metric=task.metric,
-        mode=mode,
-        n=len(next(iter(sides.values()))),
-        base=scores.get("base"),
-        adapter=scores.get("adapter"),
-        base_interval=intervals.get("base"),
-        adapter_interval=intervals.get("adapter"),
-        base_nll=_mean_nll(sides.get("base", [])),
-        adapter_nll=_mean_nll(sides.get("adapter", [])),
-        **_frequent_answers(task.metric, examples, sides),
-    )
+    found = _frequent_answers(task.metric, examples, sides)
+    for side, predictions in sides.items():
+        credits = [prediction.credit for prediction in predictions]
+        nlls = [nll for prediction in predictions if (nll := prediction.nll) is not None]
+        resampled = task.metric in ("spearman", "vqa_accuracy")
+        found |= {
+            side: task_score(task.metric, predictions),
+            f"{side}_interval": metrics.percentile_interval(replicates[side])
+            if resampled
+            else metrics.wilson(sum(credits), len(credits)),
+            f"{side}_nll": metrics.mean(nlls) if nlls else None,
+        }
+    row = ReportRow("task", task.name, task.family, task.metric, len(next(iter(sides.values()))), mode, **found)
     return row.with_difference(replicates), replicates

@@ -17,16 +17,15 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.forward import short_collections
 from monkeyjump.evaluation.jobs import MODES, Mode
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
-from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.report import EvaluationReport, mean_rows
 from monkeyjump.evaluation.rows import task_row
-from monkeyjump.evaluation.score import Scorer, Sides
+from monkeyjump.evaluation.score import Memory, Scorer, Sides
 from monkeyjump.evaluation.shown import chosen_answers
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import Example, Task, expand, load_examples
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.pictures import FRAMES
-from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat
+from monkeyjump.tasks.task import AnswerFormat
 
 __all__ = ["EvaluationReport", "EvaluationSettings", "evaluate", "has_adapter", "load_adapter", "without_adapter"]
 
@@ -47,17 +46,12 @@ class EvaluationSettings:
     max_length: int = 1024
     frames: int = FRAMES  # of a clip
     bad_media: Literal["raise", "drop"] = "raise"
-    normalize_length: bool = True  # mode text: log-likelihood per token; False: in total
     task_ids: Mapping[str, int] | None = None  # None: as the adapter was trained if it says, else the tasks' positions
 
     def __post_init__(self) -> None:
         problems = []
         if self.mode not in MODES:
             problems.append(f"mode={self.mode!r} must be one of {', '.join(MODES)}.{did_you_mean(self.mode, [*MODES])}")
-        if self.answer_format is not None and self.answer_format not in ANSWER_FORMATS:
-            problems.append(
-                f"answer_format={self.answer_format!r} must be one of {', '.join(ANSWER_FORMATS)}, or None."
-            )
         for name in ("limit", "batch_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -95,12 +89,9 @@ def evaluate(
     memory = memory or Memory()
     total = sum(map(len, examples.values())) * len(sides)
     with tqdm(total=total, desc="evaluating", unit="example", disable=not settings.progress, leave=False) as bar:
-        scorer = Scorer(model, encoder, settings.normalize_length, settings.batch_tokens, bar)
+        scorer = Scorer(model, encoder, settings.batch_tokens, bar)
         pool = ThreadPoolExecutor(1)  # encodes one task after another beside the model
-        jobs = {
-            name: pool.submit(memory.jobs, encoder, rows, _mode(rows, settings), settings.normalize_length)
-            for name, rows in examples.items()
-        }
+        jobs = {name: pool.submit(memory.jobs, encoder, rows, _mode(rows, settings)) for name, rows in examples.items()}
         try:
             found = memory.score(scorer, list(jobs.values()), sides)
         finally:
@@ -130,7 +121,7 @@ def encode_pictures(model: nn.Module, tokenizer: Any, tasks: Sequence[Task], mem
     for task in (task for task in chosen if task.media):
         rows = _sample(task, settings)
         try:
-            memory.jobs(encoder, rows, _mode(rows, settings), settings.normalize_length)
+            memory.jobs(encoder, rows, _mode(rows, settings))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -150,14 +141,10 @@ def _encoder(model: nn.Module, tokenizer: Any, tasks: Sequence[Task], settings: 
 
 def _settings(settings: EvaluationSettings | None, changes: dict[str, Any]) -> EvaluationSettings:
     known = [field.name for field in fields(EvaluationSettings)]
-    unknown = [name for name in changes if name not in known]
-    if unknown:
-        raise ConfigError(
-            [
-                f"evaluate has no setting {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
-                for name in unknown
-            ]
-        )
+    unknown = (name for name in changes if name not in known)
+    hints = [f"evaluate has no setting {name!r}.{did_you_mean(name, known)}" for name in unknown]
+    if hints:
+        raise ConfigError([*hints[:-1], f"{hints[-1]} Known: {', '.join(known)}."])
     return replace(settings or EvaluationSettings(), **changes)
 
 
@@ -169,10 +156,9 @@ def _tasks(tasks: str | Sequence[str | Task], settings: EvaluationSettings) -> l
         for task in ([entry] if isinstance(entry, Task) else expand(entry, settings.bad_media))
         if settings.split not in task.absent
     ]
-    if not given:
-        raise ConfigError("tasks: none named. Name at least one task or group, e.g. 'glue'.")
     if not found:
-        raise ConfigError(f"split={settings.split!r}: none of the tasks has it. Name others, or another split.")
+        named = f"none named that has split={settings.split!r}" if given else "none named"
+        raise ConfigError(f"tasks: {named}. Name at least one task or group, e.g. 'glue'.")
     return list({task.name: task for task in found}.values())
 
 

@@ -3,7 +3,7 @@
 | mode | a prediction is |
 |---|---|
 | `letter` | the option whose letter is the most likely beginning of the answer |
-| `text` | the option whose text, end token included, is the most likely answer, per token or in total |
+| `text` | the option whose text, end token included, is the most likely answer per token |
 | `generate` | the option that greedily generated text names (the paper's way); nothing else counts as an answer |
 
 The end token belongs to an answer's text because it was trained with it, and because without it an option that begins
@@ -21,19 +21,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.evaluation.answers import free_credit, match_option, number_in
 from monkeyjump.evaluation.decode import Decoder
 from monkeyjump.evaluation.forward import AnswerReader, evaluating
 from monkeyjump.evaluation.jobs import Batch, Job, Mode, make_batches, make_jobs, waves
-from monkeyjump.tasks.encode import Encoder
+from monkeyjump.tasks.encode import EncodeCounts, Encoder
 from monkeyjump.tasks.task import Example
 
 NO_ANSWER = "(no valid answer)"  # counted as an answer of its own where no option was named
@@ -73,13 +75,11 @@ def predict(
     encoder: Encoder,
     examples: Sequence[Example],
     mode: Mode,
-    *,
-    normalize_length: bool = True,
     batch_tokens: int | None = None,
 ) -> list[Prediction]:
     """Predictions in the order of the examples; those the encoder drops as too long are left out (it counts them)."""
     jobs = make_jobs(encoder, examples, mode)
-    found = Scorer(model, encoder, normalize_length, batch_tokens).score([jobs], {"": nullcontext})[""]
+    found = Scorer(model, encoder, batch_tokens).score([jobs], {"": nullcontext})[""]
     return [found[job] for job in jobs]
 
 
@@ -87,19 +87,13 @@ class Scorer:
     """Runs jobs through a model, once for each side: the base model, the adapter."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        encoder: Encoder,
-        normalize_length: bool = True,
-        batch_tokens: int | None = None,
-        progress: Any = None,
+        self, model: nn.Module, encoder: Encoder, batch_tokens: int | None = None, progress: Any = None
     ) -> None:
         """`batch_tokens`: padded tokens of one forward; None: by device. `progress`: a tqdm bar."""
         self.reader = AnswerReader(model, encoder.tokenizer.pad_token_id or 0, encoder.pictures)
         self.encoder = encoder
-        self.normalize_length = normalize_length
         self.batch_tokens = batch_tokens or self.reader.batch_tokens()
-        self.progress = progress
+        self.progress = tqdm(disable=True) if progress is None else progress
         self.end_ids = end_ids(model, encoder.tokenizer)
 
     def score(self, lists: Iterable[list[Job]], sides: Sides) -> dict[str, dict[Job, Prediction]]:
@@ -115,8 +109,7 @@ class Scorer:
             while (batches := coming.result()) is not None:
                 coming = pool.submit(next, parts, None)
                 for side, switched in sides.items():
-                    if self.progress is not None:
-                        self.progress.set_description(side, refresh=False)
+                    self.progress.set_description(side, refresh=False)
                     with switched():
                         batches, outputs = self.run(batches)
                     found[side].append(pool.submit(self._predictions, batches, _fetched(outputs)))
@@ -137,29 +130,22 @@ class Scorer:
         waiting, done, outputs = deque(batches), [], []
         decoder = Decoder(self.reader, self.end_ids) if any(b.jobs[0].mode == "generate" for b in batches) else None
         while waiting:
-            batch = waiting.popleft()
-            output = self._output(batch, decoder)
-            if output is None:
+            batch, output = waiting.popleft(), None
+            answer = decoder.answers if decoder and batch.jobs[0].mode == "generate" else self.reader.answer_logprobs
+            try:
+                output = answer(batch)
+            except torch.OutOfMemoryError:
+                if len(batch.jobs) == 1:
+                    raise
+            if output is None:  # outside of the handler, which would hold what the forward has made
                 self.batch_tokens = min(self.batch_tokens, batch.cost) // 2
                 remaining = [job for part in (batch, *waiting) for job in part.jobs]
                 waiting = deque(make_batches(remaining, self.batch_tokens))
                 continue
             done.append(batch)
             outputs.append(output)
-            if self.progress is not None:
-                self.progress.update(len(batch.jobs))
+            self.progress.update(len(batch.jobs))
         return done, outputs
-
-    def _output(self, batch: Batch, decoder: Decoder | None) -> Tensor | None:
-        """Log-probabilities or generated ids on the device; None where its memory is too small for the batch."""
-        try:
-            if decoder is not None and batch.jobs[0].mode == "generate":
-                return decoder.answers(batch)
-            return self.reader.answer_logprobs(batch)
-        except torch.OutOfMemoryError:
-            if len(batch.jobs) == 1:
-                raise
-        return None
 
     def _predictions(self, batches: list[Batch], outputs: Iterator[Tensor]) -> list[tuple[Job, Prediction]]:
         found = []
@@ -173,8 +159,42 @@ class Scorer:
                     found.append((job, _judged(job, text, self.encoder)))
                 else:
                     logprobs = list(islice(values, len(job.answers)))
-                    found.append((job, _likeliest(job, logprobs, self.normalize_length and job.mode == "text")))
+                    found.append((job, _likeliest(job, logprobs)))
         return found
+
+
+@dataclass
+class Memory:
+    """What scoring adapters of one base model needs only once: the jobs of examples, and the base model's answers.
+
+    Examples are recognised by their content, so that other rows, as another seed may give, are encoded and scored.
+    """
+
+    _base: dict[Job, Prediction] = field(default_factory=dict)
+    _encoded: dict[Any, list[tuple[list[Example], list[Job], EncodeCounts]]] = field(default_factory=dict)
+
+    def jobs(self, encoder: Encoder, examples: list[Example], mode: Mode) -> list[Job]:
+        """The same as `make_jobs`, with its counts."""
+        task, counts = examples[0].task, encoder.counts
+        key = task, encoder.task_ids.get(task), encoder.max_length, encoder.answer_format, mode
+        for seen, jobs, known in self._encoded.setdefault(key, []):
+            if seen == examples:
+                for name, count in vars(counts).items():
+                    count[task] += getattr(known, name)[task]
+                return jobs
+        jobs = make_jobs(encoder, examples, mode)
+        self._encoded[key].append((examples, jobs, deepcopy(counts)))
+        return jobs
+
+    def score(self, scorer: Scorer, lists: list[Future[list[Job]]], sides: Sides) -> dict[str, dict[Job, Prediction]]:
+        """The same as `scorer.score`, without the base model where it has answered all of this before."""
+        known = "base" in sides and all(job in self._base for jobs in lists for job in jobs.result())
+        if known:
+            scorer.progress.update(sum(len(jobs.result()) for jobs in lists))
+        left = {side: switched for side, switched in sides.items() if not (known and side == "base")}
+        found = scorer.score((jobs.result() for jobs in lists), left)
+        self._base.update(found.get("base", {}))
+        return {**({"base": self._base} if known else {}), **found}
 
 
 def _fetched(outputs: list[Tensor]) -> Iterator[Tensor]:
@@ -192,30 +212,18 @@ def _fetched(outputs: list[Tensor]) -> Iterator[Tensor]:
     return read()
 
 
-def _likeliest(job: Job, logprobs: list[float], per_token: bool) -> Prediction:
+def _likeliest(job: Job, logprobs: list[float]) -> Prediction:
     scores, example = logprobs, job.example
-    if per_token:
+    if job.mode == "text":
         scores = [logprob / len(ids) for logprob, ids in zip(logprobs, job.answers, strict=True)]
-    numbers: Sequence[int] = range(len(scores))
-    if math.isnan(sum(scores)):
-        numbers = [index for index in numbers if not math.isnan(scores[index])]
+    numbers = (index for index, score in enumerate(scores) if not math.isnan(score))
     best = max(numbers, key=scores.__getitem__, default=-1)  # a model that has diverged answers nothing
-    return Prediction(
-        index=job.index,
-        predicted=best,
-        gold=example.label,
-        correct=best == example.label,
-        scores=tuple(scores),
-        value=None if example.score is None or best < 0 else _expected(logprobs, example.options),
-        gold_value=example.score,
-    )
-
-
-def _expected(logprobs: Sequence[float], options: Sequence[str]) -> float:
-    """The mean of the options' numbers, weighted by their probabilities among the options."""
-    top = max(logprobs)
-    weights = [math.exp(logprob - top) for logprob in logprobs]
-    return sum(w * float(option) for w, option in zip(weights, options, strict=True)) / sum(weights)
+    value = None
+    if example.score is not None and best >= 0:  # the mean of the options, weighted by their probabilities
+        weights = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
+        value = sum(w * float(text) for w, text in zip(weights, example.options, strict=True)) / sum(weights)
+    correct = best == example.label
+    return Prediction(job.index, best, example.label, correct, tuple(scores), None, value, example.score)
 
 
 def _judged(job: Job, text: str, encoder: Encoder) -> Prediction:

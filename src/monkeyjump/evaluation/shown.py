@@ -38,24 +38,24 @@ def chosen_answers(examples: Sequence[Example], sides: Mapping[str, Sequence[Pre
         places = [place for place, prediction in enumerate(judged) if prediction.correct is correct]
         for n in np.linspace(0, len(places) - 1, min(most, len(places)), dtype=int):
             example = examples[judged[places[n]].index]
-            said = {side: _said(example, predictions[places[n]]) for side, predictions in sides.items()}
+            given = {side: predictions[places[n]] for side, predictions in sides.items()}
+            said = {
+                side: example.options[one.predicted] if one.predicted >= 0 else one.text or NO_ANSWER
+                for side, one in given.items()
+            }
             found.append(ShownAnswer(example, said, correct))
     return found
 
 
-def _said(example: Example, prediction: Prediction) -> str:
-    return example.options[prediction.predicted] if prediction.predicted >= 0 else prediction.text or NO_ANSWER
-
-
 def section(shown: Mapping[str, Sequence[ShownAnswer]]) -> str:
     """The part of the page; empty where no task shows pictures."""
-    blocks = []
+    page = ""
     for task, answers in shown.items():
         right = sum(answer.correct for answer in answers)
         title = f"{escape(task)}: {len(answers) - right} wrong and {right} right answers"
         if answers:
-            blocks.append(f'<h2>{title}</h2>\n<div class="panel shown">\n{"".join(map(_figure, answers))}</div>\n')
-    return "".join(blocks)
+            page += f'<h2>{title}</h2>\n<div class="panel shown">\n{"".join(map(_figure, answers))}</div>\n'
+    return page
 
 
 def _figure(answer: ShownAnswer) -> str:

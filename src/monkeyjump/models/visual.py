@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import require
 
-VISUAL_TEMPLATE = (
+# For base models, which have no template of their own: the conversation as labelled paragraphs, pictures as marks.
+PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ '<' + part['type'] + '>\\n' }}{% endif %}"
@@ -25,11 +26,6 @@ VISUAL_TEMPLATE = (
 def is_visual(config: Any) -> bool:
     """Whether a model reads pictures beside text."""
     return "vision_config" in getattr(config, "sub_configs", ())
-
-
-def register_tiny() -> None:
-    """Make the classes of `vlm-tiny` known to Transformers."""
-    import monkeyjump.models.vlm_tiny  # noqa: F401
 
 
 class VisualProcessor:
@@ -48,17 +44,11 @@ def load_processor(source: str, options: dict[str, Any], tokenizer: Any, model: 
     """The processor of a model, with a chat template. The tokenizer has been made complete before."""
     from transformers import AutoProcessor
 
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f'model {source!r} reads pictures, which needs Pillow: pip install "monkeyjump[vision]".',
-            title="missing package",
-        ) from error
+    require("PIL", f"model {source!r} reads pictures, which needs Pillow", "vision")
     if model.config.model_type == "monkeyjump_vlm":
-        from monkeyjump.models.vlm_tiny import processor_of
+        from monkeyjump.models.vlm_tiny import TinyProcessor
 
-        return processor_of(tokenizer, model)
+        return VisualProcessor(TinyProcessor(tokenizer), tokenizer, model)
     try:
         processor = AutoProcessor.from_pretrained(source, **options)
     except (ImportError, OSError):  # it wants a processor for clips: torchvision, or a file, is missing
@@ -66,7 +56,7 @@ def load_processor(source: str, options: dict[str, Any], tokenizer: Any, model: 
         if model.config.model_type == "llava_onevision":
             processor.video_processor = Frames(processor.image_processor)
     template = getattr(processor, "chat_template", None)
-    template = template or getattr(processor.tokenizer, "chat_template", None) or VISUAL_TEMPLATE
+    template = template or getattr(processor.tokenizer, "chat_template", None) or PLAIN_TEMPLATE
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template = template
     return VisualProcessor(processor, tokenizer, model)
@@ -118,11 +108,10 @@ class Frames:
         from transformers import BatchFeature
 
         clips = videos if isinstance(videos[0], list | tuple) else [videos]
-        found = []
-        size = self.image_processor.size["width"], self.image_processor.size["height"]
+        found, size = [], (self.image_processor.size["width"], self.image_processor.size["height"])
         for clip in clips:
-            several = [frame.resize(size, Image.Resampling.BICUBIC) for frame in clip]
-            several.append(several[-1])  # one frame alone would be cut into tiles
-            pixels = self.image_processor(images=[several], return_tensors="pt")["pixel_values"]
+            frames = [frame.resize(size, Image.Resampling.BICUBIC) for frame in (*clip, clip[-1])]
+            # one frame more: one alone would be cut into tiles
+            pixels = self.image_processor(images=[frames], return_tensors="pt")["pixel_values"]
             found.append(pixels[: len(clip), 0])
         return BatchFeature({"pixel_values_videos": torch.stack(found)})

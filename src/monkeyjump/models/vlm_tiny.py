@@ -7,7 +7,6 @@ trained: name it in `modules_to_save`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from monkeyjump.models.efficientnet_lite import WIDTH, Convolution, EfficientNetLite, folded
-from monkeyjump.models.visual import VISUAL_TEMPLATE, VisualProcessor
 
 SIZE, GRID, FRAME_GRID = 224, 4, 2
 TOKENS = ("<image>", "<video>")
@@ -75,12 +73,6 @@ class VlmTinyModel(VlmTinyPreTrained):
         self.language_model = AutoModel.from_config(config.text_config)
         self.post_init()
 
-    def get_input_embeddings(self) -> Any:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.language_model.set_input_embeddings(value)
-
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
         """Features [N, 1280, 4, 4] of pictures [N, 3, 224, 224]; features stay as they are."""
         return self._features(pixel_values, GRID)
@@ -126,18 +118,6 @@ class VlmTiny(VlmTinyPreTrained, GenerationMixin):
         self.model = VlmTinyModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> Any:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> Any:
-        return self.lm_head
-
-    def get_decoder(self) -> Any:
-        return self.model.language_model
 
     def forward(  # noqa: PLR0913, PLR0917 - as all models of Transformers
         self,
@@ -200,8 +180,7 @@ class PixelProcessor:
     def __call__(self, images: Any = None, videos: Any = None, return_tensors: str = "pt") -> dict[str, Tensor]:
         if videos is not None:
             return {self.name: torch.stack([torch.stack([_pixels(frame) for frame in clip]) for clip in videos])}
-        flat = [image for row in images for image in (row if isinstance(row, Sequence) else [row])]
-        return {self.name: torch.stack([_pixels(image) for image in flat])}
+        return {self.name: torch.stack([_pixels(image) for row in images for image in row])}
 
 
 def _pixels(image: Any) -> Tensor:
@@ -217,27 +196,17 @@ class TinyProcessor:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.image_processor, self.video_processor = (
-            PixelProcessor("pixel_values"),
-            PixelProcessor("pixel_values_videos"),
-        )
+        self.image_processor = PixelProcessor("pixel_values")
+        self.video_processor = PixelProcessor("pixel_values_videos")
         self.image_token, self.video_token = TOKENS
         self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(list(TOKENS))
         self.chat_template = tokenizer.chat_template
 
     def __call__(self, text: list[str], images: Any = None, videos: Any = None, **kwargs: Any) -> dict[str, Any]:
-        frames = len(videos[0]) if videos else 0
-        full = [
-            each.replace(self.image_token, self.image_token * GRID**2).replace(
-                self.video_token, self.video_token * (frames * FRAME_GRID**2)
-            )
-            for each in text
-        ]
-        return {"input_ids": self.tokenizer(full, add_special_tokens=False)["input_ids"]}
-
-
-def processor_of(tokenizer: Any, model: Any) -> VisualProcessor:
-    return VisualProcessor(TinyProcessor(tokenizer), tokenizer, model)
+        counts = {self.image_token: GRID**2, self.video_token: len(videos[0]) * FRAME_GRID**2 if videos else 0}
+        for token, count in counts.items():
+            text = [each.replace(token, token * count) for each in text]
+        return {"input_ids": self.tokenizer(text, add_special_tokens=False)["input_ids"]}
 
 
 # -- building it --------------------------------------------------------------------------------
@@ -283,4 +252,4 @@ def with_pictures(template: str) -> str:
         "{% set flat.messages = flat.messages + [{'role': message['role'], 'content': text.all}] %}{% endif %}"
         "{% endfor %}{% set messages = flat.messages %}"
     )
-    return flat + template if template else VISUAL_TEMPLATE
+    return flat + template

@@ -7,21 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from monkeyjump.errors import ConfigError
-
+OPEN_ROWS = 16  # packed rows that a sequence is tried in: all of them would take too long
 WINDOW = 50  # batches sorted by length together: enough to save padding, few enough to keep the order random
 
 
-def bucket(
-    order: Sequence[int], lengths: Sequence[int], batch_size: int, key: str, drop_last: bool = False
-) -> list[list[int]]:
+def bucket(order: Sequence[int], lengths: Sequence[int], batch_size: int, key: str) -> list[list[int]]:
     """Batches of `batch_size` indices of similar length, in random order."""
     batches: list[list[int]] = []
     for start in range(0, len(order), batch_size * WINDOW):
         window = sorted(order[start : start + batch_size * WINDOW], key=lambda index: lengths[index])
         batches += (window[first : first + batch_size] for first in range(0, len(window), batch_size))
-    if drop_last:
-        batches = [batch for batch in batches if len(batch) == batch_size]
     random.Random(key).shuffle(batches)
     return batches
 
@@ -52,9 +47,9 @@ def _filled(window: list[int], lengths: Sequence[int], budget: int, rng: random.
     return batches
 
 
-def bucket_sizes(lengths: Sequence[int], count: int = 4, multiple_of: int = 8) -> tuple[int, ...]:
-    """The at most `count` widths, multiples of `multiple_of`, that hold every sequence with the least padding."""
-    number = Counter(-(-length // multiple_of) * multiple_of for length in lengths)
+def bucket_sizes(lengths: Sequence[int], count: int) -> tuple[int, ...]:
+    """The at most `count` widths, multiples of 8, that hold every sequence with the least padding."""
+    number = Counter(-(-length // 8) * 8 for length in lengths)
     widths = sorted(number)
     below = [0, *accumulate(number[width] for width in widths)]  # below[i]: sequences that fit widths[i - 1]
     # best[i]: the fewest padded tokens of the first i widths, and the chosen ones; one more of them every round
@@ -67,22 +62,12 @@ def bucket_sizes(lengths: Sequence[int], count: int = 4, multiple_of: int = 8) -
     return best[-1][1]
 
 
-def pack(
-    order: Sequence[int], lengths: Sequence[int], capacity: int, open_rows: int = 16, most: int | None = None
-) -> list[list[int]]:
-    """Rows of at most `capacity` tokens and `most` sequences, first fit into the last `open_rows` rows.
-
-    The order stays nearly as given.
-    """
-    longest = max((lengths[index] for index in order), default=0)
-    if longest > capacity:
-        raise ConfigError(
-            f"pack_length={capacity} is below the longest sequence, {longest} tokens. Raise it, or lower max_length."
-        )
+def pack(order: Sequence[int], lengths: Sequence[int], capacity: int, most: int | None = None) -> list[list[int]]:
+    """Rows of at most `capacity` tokens and `most` sequences, first fit into the last rows; nearly in the order."""
     rows: list[list[int]] = []
     free: list[int] = []
     for index in order:
-        for row in range(max(len(rows) - open_rows, 0), len(rows)):
+        for row in range(max(len(rows) - OPEN_ROWS, 0), len(rows)):
             if lengths[index] <= free[row] and (most is None or len(rows[row]) < most):
                 rows[row].append(index)
                 free[row] -= lengths[index]
@@ -103,25 +88,14 @@ class BatchSampler:
 
     @classmethod
     def bucketed(
-        cls,
-        order: Callable[[int], Sequence[int]],
-        lengths: Sequence[int],
-        batch_size: int,
-        seed: int = 0,
-        drop_last: bool = False,
+        cls, order: Callable[[int], Sequence[int]], lengths: Sequence[int], batch_size: int, seed: int = 0
     ) -> BatchSampler:
         """Length bucketing over a mixture: `BatchSampler.bucketed(mixture.order, mixture.lengths, 8)`."""
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
-        return cls(lambda epoch: bucket(order(epoch), lengths, batch_size, f"{seed}/batches/{epoch}", drop_last))
+        return cls(lambda epoch: bucket(order(epoch), lengths, batch_size, f"{seed}/batches/{epoch}"))
 
     @classmethod
     def packed(
-        cls,
-        order: Callable[[int], Sequence[int]],
-        lengths: Sequence[int],
-        capacity: int,
-        most: int | None = None,
+        cls, order: Callable[[int], Sequence[int]], lengths: Sequence[int], capacity: int, most: int | None = None
     ) -> BatchSampler:
         """One packed row per batch: `BatchSampler.packed(mixture.order, mixture.lengths, 1024)`."""
         return cls(lambda epoch: pack(order(epoch), lengths, capacity, most=most))

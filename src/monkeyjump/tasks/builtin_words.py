@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
-Noun = tuple[str, str]  # one, many
-
-
-def _nouns(text: str) -> tuple[Noun, ...]:
-    """ "key box/boxes" -> (("key", "keys"), ("box", "boxes"))."""
-    pairs = (word.split("/") if "/" in word else (word, word + "s") for word in text.split())
-    return tuple((one, many) for one, many in pairs)
-
-
-def _verbs(text: str) -> tuple[tuple[str, str], ...]:
-    """ "open close/closed" -> (("open", "opened"), ("close", "closed"))."""
-    pairs = (word.split("/") if "/" in word else (word, word + "ed") for word in text.split())
-    return tuple((base, past) for base, past in pairs)
+Material = SimpleNamespace  # what one split is made of
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-@dataclass(frozen=True)
-class Material:
-    """What one split is made of."""
-
-    praise: tuple[str, ...]
-    blame: tuple[str, ...]
-    reviewed: tuple[str, ...]
-    opinions: tuple[str, ...]
-    nouns: tuple[Noun, ...]
-    states: tuple[str, ...]
-    agreements: tuple[str, ...]
-    animals: tuple[str, ...]
-    foods: tuple[str, ...]
-    tools: tuple[str, ...]
-    places: tuple[str, ...]
-    shelves: tuple[str, ...]
-    lineups: tuple[str, ...]
-    all_of: tuple[str, ...]
-    none_of: tuple[str, ...]
-    members: tuple[str, ...]
-    names: tuple[str, ...]
-    verbs: tuple[tuple[str, str], ...]  # base form, past
-    will: tuple[str, ...]
-    events: tuple[str, ...]
+def _forms(text: str, ending: str) -> tuple[tuple[str, str], ...]:
+    """Words in two forms: "key box/boxes" -> (("key", "keys"), ("box", "boxes")), where the ending is "s"."""
+    pairs = (word.split("/") if "/" in word else (word, word + ending) for word in text.split())
+    return tuple((first, second) for first, second in pairs)
 
 
 TRAIN = Material(
@@ -67,9 +35,10 @@ TRAIN = Material(
         "What a {adjective} {noun} that was!",
         "Everyone called the {noun} {adjective}.",
     ),
-    nouns=_nouns(
+    nouns=_forms(
         "key door letter lamp chair pencil bottle ticket window basket mirror button carpet ladder wagon candle "
-        "box/boxes brush/brushes dish/dishes shelf/shelves knife/knives story/stories"
+        "box/boxes brush/brushes dish/dishes shelf/shelves knife/knives story/stories",
+        "s",
     ),
     states=_words("old red clean heavy wooden small empty broken cheap round wet new green dusty"),
     agreements=(
@@ -97,22 +66,11 @@ TRAIN = Material(
         "Choose the right place for {word}.",
         "We talk about {word}. Name the building.",
     ),
-    shelves=(
-        "Which shelf is for the word {word}?",
-        "Where does {word} go?",
-        "The card says {word}. Which shelf?",
-        "Sort this word: {word}.",
-    ),
-    lineups=(
-        "{0}, {1} and {2} stand in line. Who is {place}?",
-        "In the race {0} led, then {1}, then {2}. Who was {place}?",
-        "The list reads {0}, {1}, {2}. Which name is {place}?",
-    ),
     all_of=("Every {one} is {adjective}.", "All of the {many} are {adjective}.", "Each {one} is {adjective}."),
     none_of=("No {one} is {adjective}.", "None of the {many} are {adjective}.", "Not one {one} is {adjective}."),
     members=("Is this {one} {adjective}?", "Is the first {one} {adjective}?"),
     names=_words("Anna Boris Clara David Elena Frank Greta Hugo Irene Jonas Karin Leo Mona Nils Olga Peter"),
-    verbs=_verbs("paint clean open close/closed push move/moved carry/carried order repair borrow watch count"),
+    verbs=_forms("paint clean open close/closed push move/moved carry/carried order repair borrow watch count", "ed"),
     will=("will", "is going to"),
     events=(
         "{name} {verb} the {noun}.",
@@ -127,8 +85,9 @@ TEST = Material(
     blame=_words("dismal atrocious lousy hideous appalling dreary disgusting pathetic mediocre ghastly"),
     reviewed=_words("film meal camera beach festival sofa bicycle theatre library sandwich speech cottage"),
     opinions=("My sister found the {noun} {adjective}.", "To be honest, this {noun} seemed {adjective}."),
-    nouns=_nouns(
-        "clock table coin kettle pillow guitar bucket sweater marble ribbon bench/benches glass/glasses leaf/leaves"
+    nouns=_forms(
+        "clock table coin kettle pillow guitar bucket sweater marble ribbon bench/benches glass/glasses leaf/leaves",
+        "s",
     ),
     states=_words("blue dirty light tiny expensive warm yellow sharp soft strange"),
     agreements=(
@@ -152,20 +111,11 @@ TEST = Material(
         "What is the usual home of {word}?",
         "They are searching for {word}. What should they visit?",
     ),
-    shelves=(
-        "A box labelled {word} arrives. Pick its shelf.",
-        "On what shelf would you put {word}?",
-        "Someone brings {word}. What colour of shelf?",
-    ),
-    lineups=(
-        "{0} arrived, later {1}, and finally {2}. Who came {place}?",
-        "Seats from left to right: {0}, {1}, {2}. Who sits {place}?",
-    ),
     all_of=("Without exception the {many} are {adjective}.", "Any {one} at all is {adjective}."),
     none_of=("There is no {one} that is {adjective}.", "The {many} are never {adjective}."),
     members=("Would the next {one} be {adjective}?", "Is that {one} {adjective}?"),
     names=_words("Quentin Rosa Simon Tilda Ulrich Vera Walter Xenia Yusuf Zoe Marta Oscar"),
-    verbs=_verbs("wash pull sell/sold lift polish hide/hid drop/dropped inspect"),
+    verbs=_forms("wash pull sell/sold lift polish hide/hid drop/dropped inspect", "ed"),
     will=("will",),
     events=("After lunch {name} {verb} a {noun}.", "At home {name} {verb} another {noun}."),
 )

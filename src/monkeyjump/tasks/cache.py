@@ -41,15 +41,21 @@ def read(name: str) -> memoryview | None:
 def write(name: str, content: bytes) -> None:
     """Keep an entry. Processes that write the same one at the same time write the same, each in one rename."""
     with suppress(OSError):
-        folder().mkdir(parents=True, exist_ok=True)
-        number, scratch = tempfile.mkstemp(dir=folder())
-        try:
-            with open(number, "wb") as file:
-                file.write(_digest(content) + content)
-            os.replace(scratch, folder() / name)
-        except OSError:
-            os.unlink(scratch)
+        put(folder() / name, _digest(content) + content)
         _drop_old()
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, scratch = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            file.write(content)
+        os.replace(scratch, path)
+    except OSError:
+        os.unlink(scratch)
+        raise
 
 
 def folder() -> Path:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.registry import Registry, did_you_mean
-from monkeyjump.tasks.builtin import BUILTIN_TASKS
-from monkeyjump.tasks.builtin_pictures import PICTURE_TASKS
+from monkeyjump.registry import did_you_mean
+from monkeyjump.tasks.builtin import BUILTIN_TASKS, PICTURE_TASKS
 from monkeyjump.tasks.hub import copy_of, how_to_get
 from monkeyjump.tasks.image import IMAGE14, IMAGE_TASKS
 from monkeyjump.tasks.load import describe_source, find_file
@@ -18,9 +17,7 @@ from monkeyjump.tasks.task import BadMedia, FileSource, GeneratedSource, HubSour
 from monkeyjump.tasks.text import TEXT_TASKS
 from monkeyjump.tasks.video import VIDEO_TASKS
 
-_TASKS: Registry[Task] = Registry("task")
-for _task in (*TEXT_TASKS, *IMAGE_TASKS, *VIDEO_TASKS, *BUILTIN_TASKS, *PICTURE_TASKS):
-    _TASKS.add(_task.name, _task)
+_TASKS = {task.name: task for task in (*TEXT_TASKS, *IMAGE_TASKS, *VIDEO_TASKS, *BUILTIN_TASKS, *PICTURE_TASKS)}
 _MMT47 = {task.name: task for task in MMT47_TASKS}  # the same tasks in another form: in lists only if asked for
 
 
@@ -39,21 +36,21 @@ class TaskState:
 
 def register(task: Task) -> Task:
     """Add a task of your own; its name must be free."""
-    taken = [*_TASKS.names(), *_MMT47, *groups()]
-    if task.name in taken:
+    if task.name in (*_TASKS, *_MMT47, *groups()):
         raise ConfigError(f"task name {task.name!r} is taken. Choose another name.")
-    return _TASKS.add(task.name, task)
+    _TASKS[task.name] = task
+    return task
 
 
 def names() -> list[str]:
-    return _TASKS.names()
+    return list(_TASKS)
 
 
 def groups() -> dict[str, list[str]]:
     """Names that stand for several tasks: every family, the paper's three benchmarks, MMT-47, and `all` but it."""
     families: dict[str, list[str]] = {}
-    for name in _TASKS:
-        families.setdefault(_TASKS.get(name).family, []).append(name)
+    for name, task in _TASKS.items():
+        families.setdefault(task.family, []).append(name)
     paper = {"text14": TEXT_TASKS, "image14": IMAGE14, "video19": VIDEO_TASKS, "mmt47": MMT47_TASKS}
     return {**families, **{name: [task.name for task in tasks] for name, tasks in paper.items()}, "all": names()}
 
@@ -64,16 +61,15 @@ def get(name: str) -> Task:
         from monkeyjump.tasks.task_file import load_task_file  # only here: it brings pydantic
 
         return load_task_file(name)
-    if name in _MMT47:
-        return _MMT47[name]
-    if name not in _TASKS:
+    found = _TASKS.get(name, _MMT47.get(name))
+    if found is None:
         known = [*names(), *groups()]
         raise ConfigError(
             f"unknown task {name!r}.{did_you_mean(name, known)} "
             f"Known: {', '.join(names())}; groups: {', '.join(groups())}.",
             title="unknown task",
         )
-    return _TASKS.get(name)
+    return found
 
 
 def expand(wanted: str | Iterable[str], bad_media: BadMedia = "raise") -> list[Task]:
@@ -99,7 +95,7 @@ def expand(wanted: str | Iterable[str], bad_media: BadMedia = "raise") -> list[T
 def describe(data_dir: str | Path | None = None, tasks: Iterable[Task] | None = None) -> list[TaskState]:
     """Tasks (all there are, unless told) with the state of their data, without touching the network."""
     found = []
-    for task in map(_TASKS.get, _TASKS) if tasks is None else tasks:
+    for task in _TASKS.values() if tasks is None else tasks:
         state, source = _state(task, data_dir), describe_source(task)
         get = f"{source.split(' (')[0]}: {how_to_get(task.source)}" if state in ("to unpack", "missing") else ""
         found.append(TaskState(task.name, task.family, task.metric, task.description, source, state, get))
@@ -107,13 +103,13 @@ def describe(data_dir: str | Path | None = None, tasks: Iterable[Task] | None = 
 
 
 def _state(task: Task, data_dir: str | Path | None) -> str:
-    if isinstance(task.source, GeneratedSource):
-        return "built in"
-    if isinstance(task.source, FileSource):
-        return "local" if all(path.exists() for path in task.source.files.values()) else "missing"
-    if data_dir is None:
-        return "to unpack" if isinstance(task.source, HubSource) and task.source.unpack else "on the hub"
-    folder = Path(data_dir).expanduser() / task.name
-    if copy_of(task.source, data_dir):
-        return "in the folder"
-    return "in the folder" if find_file(folder, "train") and find_file(folder, "test") else "missing"
+    match task.source:
+        case GeneratedSource():
+            return "built in"
+        case FileSource(files=files):
+            return "local" if all(path.exists() for path in files.values()) else "missing"
+        case HubSource(unpack=unpack) if data_dir is None:
+            return "to unpack" if unpack else "on the hub"
+    folder = Path(data_dir or "").expanduser() / task.name
+    there = copy_of(task.source, data_dir) or (find_file(folder, "train") and find_file(folder, "test"))
+    return "in the folder" if there else "missing"

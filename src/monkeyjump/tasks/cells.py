@@ -8,14 +8,15 @@ import json
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from monkeyjump.errors import ConfigError
 
 Row = Mapping[str, Any]
 
 _ARRAY = re.compile(r"array\((\[.*?\])(?:,\s*dtype=[^)]*)?\)", re.DOTALL)  # how pandas writes a list column to CSV
-
-
 _ROW_TEXT = json.JSONEncoder(
     sort_keys=True, ensure_ascii=True, default=lambda v: hashlib.sha256(v).hexdigest() if type(v) is bytes else str(v)
 )
@@ -25,6 +26,10 @@ class BadLabelError(ValueError):
     """A row that cannot be rendered. Raised by render functions; `Task.example` adds task, row and fix."""
 
 
+class NoCellError(BadLabelError):
+    """A path that leads nowhere in a row."""
+
+
 def falls_below(value: Any, fraction: float) -> bool:
     """Whether the hash of a row falls in the first part of the hash range: splits that need no second pass."""
     content = _ROW_TEXT.encode(value).encode()
@@ -32,18 +37,21 @@ def falls_below(value: Any, fraction: float) -> bool:
 
 
 def columns_of(template: str) -> list[str]:
-    """The columns a template names, as paths: "{goal} and {choices.text[0]}" -> goal, choices.text[0].
-
-    A template that is none is a ValueError.
-    """
-    return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    """The columns a template names, as paths: "{goal} and {choices.text[0]}" -> goal, choices.text[0]."""
+    try:
+        return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"template {template!r} is not one ({error}): write columns as {{name}}, a brace itself twice.",
+            title="bad task",
+        ) from error
 
 
 def filled(template: str, row: Row) -> str:
     """A template with the values of a row; a value that is missing or NaN is an empty text."""
     try:
         return _Filler().vformat(template, (), row)
-    except (LookupError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise BadLabelError(f"template {template!r} cannot be filled ({error})") from error
 
 
@@ -57,29 +65,24 @@ class _Filler(string.Formatter):
 
 def has_column(row: Row, path: str) -> bool:
     """Whether a row has the column that a path begins in, or columns that flatten it (choices.label, choices.text)."""
-    return _beginning(row, path) > 0 or any(str(name).startswith(f"{path}.") for name in row)
+    return _beginning(row, path)[1] > 0 or any(str(name).startswith(f"{path}.") for name in row)
 
 
 def lookup(row: Row, path: str) -> Any:
     """The value at a path: a column of that very name, as pandas flattens them, or a place inside a column."""
-    parts, depth = _parts(path), _beginning(row, path)
+    parts, depth = _beginning(row, path)
     if not depth:
-        raise LookupError(f"there is no column {path!r}")
+        raise NoCellError(f"there is no column {path!r}")
     value: Any = row[".".join(parts[:depth])]
-    for part in parts[depth:]:
-        value = _inside(opened(value), part, ".".join(parts[:depth]))
-        depth += 1
+    for end, part in enumerate(parts[depth:], depth):
+        value = _inside(opened(value), part, ".".join(parts[:end]))
     return value
 
 
-def _parts(path: str) -> list[str]:
-    return re.findall(r"[^.\[\]]+", path) or [path]
-
-
-def _beginning(row: Row, path: str) -> int:
-    """How many parts of a path the longest column that begins it has; 0: there is none."""
-    parts = _parts(path)
-    return next((count for count in range(len(parts), 0, -1) if ".".join(parts[:count]) in row), 0)
+def _beginning(row: Row, path: str) -> tuple[list[str], int]:
+    """The parts of a path, and how many of them the longest column that begins it has; 0: there is none."""
+    parts = re.findall(r"[^.\[\]]+", path) or [path]
+    return parts, next((count for count in range(len(parts), 0, -1) if ".".join(parts[:count]) in row), 0)
 
 
 def _inside(value: Any, part: str, where: str) -> Any:
@@ -90,7 +93,7 @@ def _inside(value: Any, part: str, where: str) -> Any:
     if isinstance(value, list) and value and all(isinstance(entry, Mapping) and part in entry for entry in value):
         return [entry[part] for entry in value]  # [{label: A, text: x}, ...]
     there = f" (it has {', '.join(map(str, value))})" if isinstance(value, Mapping) else ""
-    raise LookupError(f"{where!r} holds no {part!r}{there}")
+    raise NoCellError(f"{where!r} holds no {part!r}{there}")
 
 
 def opened(value: Any) -> Any:
@@ -115,7 +118,7 @@ def listed(value: Any, path: str) -> list[Any]:
 
 def most_frequent(answers: Sequence[str]) -> str:
     """The answer of most people; of equally frequent ones the first."""
-    return max(dict.fromkeys(answers), key=answers.count)
+    return Counter(answers).most_common(1)[0][0]
 
 
 def missing(value: Any) -> bool:

@@ -58,13 +58,7 @@ class PaddingCollator:
     def _width(self, longest: int) -> int:
         if not self.buckets:
             return -(-longest // self.multiple_of) * self.multiple_of
-        fitting = [size for size in self.buckets if size >= longest]
-        if not fitting:
-            raise ConfigError(
-                f"buckets={list(self.buckets)}: none holds a sequence of {longest} tokens. "
-                "Add a bucket as large as max_length."
-            )
-        return min(fitting)
+        return min(size for size in self.buckets if size >= longest)
 
 
 @dataclass(frozen=True)
@@ -91,10 +85,6 @@ class PackingCollator:
         lengths = np.array([len(item) for item in items])
         total = int(lengths.sum())
         length = total if self.length is None else self.length
-        if total > length:
-            raise ConfigError(
-                f"pack_length={length} is below the {total} tokens given for one row. Use BatchSampler.packed."
-            )
         task_ids, prompts = _about(items, self.max_sequences or len(items))
         starts = lengths.cumsum() - lengths
         tail_starts = np.arange(total, length, self.boundaries or length)
@@ -111,14 +101,12 @@ class PackingCollator:
         batch: Batch = {name: torch.from_numpy(values)[None] for name, values in row.items()}
         batch |= {"task_ids": torch.from_numpy(task_ids), "prompt_lengths": torch.from_numpy(prompts)}
         if self.boundaries is not None:
-            ends = self._ends(segments, int(lengths.max()), length)
+            ends = self._ends(segments, length)
             batch |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.from_numpy(ends))
             batch |= dict.fromkeys(("max_length_q", "max_length_k"), self.boundaries)
         return batch
 
-    def _ends(self, segments: np.ndarray, longest: int, length: int) -> np.ndarray:
-        if longest > (self.boundaries or longest):
-            raise ConfigError(f"boundaries={self.boundaries} is below a sequence of {longest} tokens. Raise it.")
+    def _ends(self, segments: np.ndarray, length: int) -> np.ndarray:
         size = len(segments) + 1 if self.max_sequences is None else self.max_sequences + 2
         if len(segments) >= size:
             raise ConfigError(
@@ -132,9 +120,6 @@ class PackingCollator:
 
 def _about(items: Sequence[Encoded], size: int) -> tuple[np.ndarray, np.ndarray]:
     """The task and the prompt length of each sequence [size], for task routing and for routing by the prompt."""
-    missing = size - len(items)
-    if missing < 0:
-        raise ConfigError(f"max_sequences={size} is below the {len(items)} sequences of one row. Raise it.")
     about = np.full((2, size), -1, dtype=np.int64)
     about[:, : len(items)] = [[item.task_id for item in items], [item.prompt_length for item in items]]
     return about[0], about[1]

@@ -7,21 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from monkeyjump.errors import ConfigError
-from monkeyjump.tasks.cells import (
-    BadLabelError,
-    Row,
-    as_position,
-    columns_of,
-    filled,
-    index_of,
-    listed,
-    lookup,
-    missing,
-    most_frequent,
-    number,
-    opened,
-)
+from monkeyjump.tasks import cells
+from monkeyjump.tasks.cells import BadLabelError, NoCellError, Row
 from monkeyjump.tasks.files import class_names
 from monkeyjump.tasks.task import LETTERS, SPLITS, Example, FileSource, HubSource, Metric, Source, Task
 
@@ -53,16 +40,16 @@ def simple_task(
         image = image or "image"
         options = options or sorted({name for folder in folders for name in class_names(folder)})
     media = image or video or ()
-    given = options if isinstance(options, Sequence) and not isinstance(options, str) else ()
-    columns = [column for template in (prompt, context, *given) for column in _columns(template)]
-    columns += [answer, *([options] if isinstance(options, str) else [])]
+    offered = options.values() if isinstance(options, Mapping) else () if isinstance(options, str) else options or ()
+    texts = tuple(map(str, offered))
+    own = [options] if isinstance(options, str) else [column for text in texts for column in cells.columns_of(text)]
     return Task(
         name=name,
         family=more.get("family", "custom"),
         render=_renderer(prompt, context, options, answer),
-        fields=tuple(dict.fromkeys(columns)),
+        fields=tuple(dict.fromkeys([*cells.columns_of(prompt), *cells.columns_of(context), *own, answer])),
         source=source,
-        options=_fixed_options(options),
+        options=None if own or options is None else texts,
         metric=metric or ("accuracy" if options is not None else "exact_match"),
         description=more.get("description", ""),
         modality="image" if image else "video" if video else "text",
@@ -78,74 +65,49 @@ def _source(data: Mapping[str, Any]) -> Source:
     return FileSource({split: Path(path).expanduser() for split, path in data.items()})
 
 
-def _columns(template: Any) -> list[str]:
-    try:
-        return columns_of(str(template))
-    except ValueError as error:
-        raise ConfigError(
-            f"template {template!r} is not one ({error}): write columns as {{name}}, a brace itself twice.",
-            title="bad task",
-        ) from error
-
-
-def _fixed_options(options: Options) -> tuple[str, ...] | None:
-    """The options, where they do not depend on the row."""
-    if options is None or isinstance(options, str):
-        return None
-    texts = tuple(map(str, options.values() if isinstance(options, Mapping) else options))
-    return None if any(map(_columns, texts)) else texts
-
-
 def _renderer(prompt: str, context: str, options: Options, answer: str) -> Callable[[Row], Example]:
     def render(row: Row) -> Example:
-        question, cuttable = filled(prompt, row), filled(context, row)
-        value = _found(row, answer)
-        if missing(value) or value == "":
+        question, cuttable, value = cells.filled(prompt, row), cells.filled(context, row), cells.lookup(row, answer)
+        if cells.missing(value) or value == "":
             raise BadLabelError(f"the answer (column {answer!r}) is empty")
         if options is None:
-            several = opened(value)  # answers of several people
+            several = cells.opened(value)  # answers of several people
             answers = tuple(map(str, several)) if isinstance(several, list | tuple) and several else ()
-            answer_text = most_frequent(answers) if answers else str(value)
+            answer_text = cells.most_frequent(answers) if answers else str(value)
             return Example(question=question, context=cuttable, free_answer=answer_text, answers=answers)
         texts, label = _choose(options, row, value)
-        return Example(question=question, context=cuttable, options=texts, label=label, score=number(texts[label]))
+        return Example(
+            question=question, context=cuttable, options=texts, label=label, score=cells.number(texts[label])
+        )
 
     return render
-
-
-def _found(row: Row, path: str) -> Any:
-    try:
-        return lookup(row, path)
-    except LookupError as error:
-        raise BadLabelError(str(error.args[0])) from error
 
 
 def _choose(options: Options, row: Row, value: Any) -> tuple[tuple[str, ...], int]:
     """The options of a row and the index of its answer: a label of theirs; else a text, an index or a letter."""
     if isinstance(options, Mapping):
-        texts = tuple(map(str, options.values()))
-        labels = list(map(str, options))
-        label = index_of(value, labels)
+        label = cells.index_of(value, keys := list(map(str, options)))
         if label is None:
-            raise BadLabelError(f"answer {value!r} is not one of the keys {', '.join(labels)}")
-        return texts, label
+            raise BadLabelError(f"answer {value!r} is not one of the keys {', '.join(keys)}")
+        return tuple(map(str, options.values())), label
     if isinstance(options, str):
         labels, texts = _row_options(row, options)
     else:
-        labels, texts = [], tuple(filled(str(option), row) for option in options or ())
-    for label in (
-        index_of(value, labels),
-        index_of(value, texts),
-        as_position(value, len(texts)),
-        _letter(value, texts),
-    ):
-        if label is not None:
-            return texts, label
-    letters = f", nor a letter from A to {LETTERS[len(texts) - 1]}" if 0 < len(texts) <= len(LETTERS) else ""
-    raise BadLabelError(
-        f"answer {value!r} is neither one of the options ({', '.join(texts)}), "
-        f"nor an index from 0 to {len(texts) - 1}{letters}"
+        labels, texts = [], tuple(cells.filled(str(option), row) for option in options or ())
+    letters = LETTERS[: len(texts)] if len(texts) <= len(LETTERS) else ""
+    ways = (
+        cells.index_of(value, labels),
+        cells.index_of(value, texts),
+        cells.as_position(value, len(texts)),
+        cells.index_of(value, letters),
     )
+    label = next((found for found in ways if found is not None), None)
+    if label is None:
+        raise BadLabelError(
+            f"answer {value!r} is neither one of the options ({', '.join(texts)}), nor an index from 0 to "
+            f"{len(texts) - 1}" + (f", nor a letter from A to {letters[-1]}" if letters else "")
+        )
+    return texts, label
 
 
 def _row_options(row: Row, path: str) -> tuple[list[str], tuple[str, ...]]:
@@ -156,18 +118,15 @@ def _row_options(row: Row, path: str) -> tuple[list[str], tuple[str, ...]]:
     """
     parent = path.removesuffix(".text")
     try:
-        texts, labels = listed(lookup(row, f"{parent}.text"), path), f"{parent}.label"
-    except LookupError:
-        found = opened(_found(row, path))
+        texts = tuple(map(str, cells.listed(cells.lookup(row, f"{parent}.text"), path)))
+    except NoCellError:
+        found = cells.opened(cells.lookup(row, path))
         if isinstance(found, Mapping):
             return list(map(str, found)), tuple(map(str, found.values()))
-        return [], tuple(map(str, listed(found, path)))
+        return [], tuple(map(str, cells.listed(found, path)))
     try:
-        return [str(label).strip() for label in listed(lookup(row, labels), labels)], tuple(map(str, texts))
-    except LookupError:
-        return [], tuple(map(str, texts))
-
-
-def _letter(value: Any, texts: Sequence[str]) -> int | None:
-    known, text = LETTERS[: len(texts)] if len(texts) <= len(LETTERS) else "", str(value).strip()
-    return known.index(text) if len(text) == 1 and text in known else None
+        return [
+            str(label).strip() for label in cells.listed(cells.lookup(row, f"{parent}.label"), f"{parent}.label")
+        ], texts
+    except NoCellError:
+        return [], texts

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
-from itertools import accumulate, islice
-from typing import Any, Literal
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.media import BadMediaError, Media
 from monkeyjump.tasks.pictures import FRAMES, Pictures
-from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, Example
+from monkeyjump.tasks.task import ANSWER_FORMATS, AnswerFormat, BadMedia, Example
 
 IGNORE = -100  # what cross-entropy skips
 _MARK = "<the message>"
@@ -50,11 +50,14 @@ class EncodeCounts:
     unreadable: Counter[str] = field(default_factory=Counter)
 
 
+Rows = list[np.ndarray | None]  # of ids; None for an example that is left out
+
+
 class Encoder:
     """Turns examples into ids for one tokenizer, answer format and length.
 
     A text over `max_length` loses the far end of its context, by the same amount in training and evaluation (room is
-    kept for the longest option). One that does not fit without any context is dropped and counted, or raises.
+    kept for the longest option). One that does not fit without any context is dropped and counted.
     """
 
     def __init__(
@@ -64,10 +67,8 @@ class Encoder:
         *,
         max_length: int = 1024,
         answer_format: AnswerFormat = "letter",
-        too_long: Literal["drop", "raise"] = "drop",
-        bad_media: Literal["raise", "drop"] = "raise",
+        bad_media: BadMedia = "raise",
         frames: int = FRAMES,
-        system: str | None = None,
     ) -> None:
         visual = tokenizer if hasattr(tokenizer, "processor") else None
         tokenizer = tokenizer if visual is None else visual.tokenizer
@@ -82,100 +83,101 @@ class Encoder:
             problems.append("tokenizer: it has no chat template. Load it with monkeyjump.models.load_tokenizer.")
         if problems:
             raise ConfigError(problems)
-        self.tokenizer = tokenizer
-        self.task_ids = dict(task_ids or {})
-        self.max_length = max_length
-        self.answer_format = answer_format
-        self.too_long = too_long
-        self.bad_media = bad_media
+        self.tokenizer, self.task_ids = tokenizer, dict(task_ids or {})
+        self.max_length, self.answer_format, self.bad_media = max_length, answer_format, bad_media
         self.pictures = None if visual is None else Pictures(visual, frames)
-        self.system = system
         self.counts = EncodeCounts()
         self._around: dict[tuple[str, ...], list[str]] = {}
 
     # -- the pieces evaluation needs ------------------------------------------------------------
 
-    def target_ids(self, text: str) -> list[int]:
-        """An answer as ids, closed with eos."""
-        return [*self._ids([text])[0], self.tokenizer.eos_token_id]
-
-    def prompt_ids(self, example: Example) -> list[int] | None:
-        """The prompt, its context cut if need be; None if it does not fit even without context (counted as dropped)."""
-        return next(iter(self._prompts([example])))
-
-    def many_target_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """`target_ids` of many answers, each tokenized once."""
+    def target_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Answers as ids, closed with eos; each is tokenized once."""
         unique = list(dict.fromkeys(texts))
         return {text: [*ids, self.tokenizer.eos_token_id] for text, ids in zip(unique, self._ids(unique), strict=True)}
 
-    def many_prompt_ids(self, examples: Sequence[Example]) -> list[list[int] | None]:
-        """`prompt_ids` of many examples of one task, from the cache where they were made before."""
-        task, counts = examples[0].task, (self.counts.truncated, self.counts.dropped)
+    def prompt_ids(self, examples: Sequence[Example]) -> list[list[int] | None]:
+        """The prompts of a task's examples, their contexts cut if need be, from the cache where they were made before.
+
+        None stands for one that does not fit even without context, or whose pictures cannot be used: it is counted.
+        """
+
+        def make() -> list[list[int] | None]:
+            starts = range(0, len(examples), _CHUNK)
+            return [ids for start in starts for ids in self._prompts(examples[start : start + _CHUNK])]
+
         kept = len(examples) >= _WORTH_KEEPING and not any(example.media for example in examples)
-        identity = self._identity if kept else None
-        name = "" if identity is None else cache.key("prompts", identity, *examples)
-        content = cache.read(name) if name else None
+        if not kept or self.identity is None:
+            return make()
+        rows = self.kept(
+            cache.key("prompts", self.identity, *examples),
+            examples[0].task,
+            lambda: [None if ids is None else np.array(ids, dtype=np.int32) for ids in make()],
+        )
+        return [None if row is None else row.tolist() for row in rows]
+
+    def kept(
+        self, name: str, task: str, make: Callable[[], Rows], unchanged: Callable[[], bool] = lambda: True
+    ) -> Rows:
+        """Rows of numbers from the cache, with the counts of their making; those made now are kept if `unchanged`."""
+        counts = (self.counts.encoded, self.counts.truncated, self.counts.dropped)
+        content = cache.read(name)
         if content is not None:
             stored = np.frombuffer(content, dtype=np.int32)
-            for count, more in zip(counts, stored[:2].tolist(), strict=True):
+            for count, more in zip(counts, stored[:3].tolist(), strict=True):
                 count.update({task: more} if more else {})
-            lengths, ids = stored[2 : 2 + len(examples)].tolist(), stored[2 + len(examples) :].tolist()
-            ends = accumulate(max(length, 0) for length in lengths)
-            return [None if n < 0 else ids[end - n : end] for n, end in zip(lengths, ends, strict=True)]
-        before, found = [count[task] for count in counts], list[list[int] | None]()
-        for start in range(0, len(examples), _CHUNK):
-            chunk = examples[start : start + _CHUNK]
-            found += self._prompts(chunk)
-        if name:
-            numbers = [count[task] - known for count, known in zip(counts, before, strict=True)]
-            numbers += [-1 if prompt is None else len(prompt) for prompt in found]
-            cache.write(name, np.concatenate([numbers, *filter(None, found)]).astype(np.int32).tobytes())
-        return found
+            lengths, numbers = np.split(stored[4:], [stored[3]])
+            ends = lengths.clip(0).cumsum().tolist()
+            return [None if n < 0 else numbers[end - n : end] for n, end in zip(lengths.tolist(), ends, strict=True)]
+        before = [count[task] for count in counts]
+        rows = make()
+        if unchanged():
+            head = [count[task] - known for count, known in zip(counts, before, strict=True)]
+            head += [len(rows), *(-1 if row is None else len(row) for row in rows)]
+            cache.write(
+                name, np.concatenate([head, *(row for row in rows if row is not None)]).astype(np.int32).tobytes()
+            )
+        return rows
 
-    def prompt_text(self, example: Example, context: str | None = None) -> str:
+    def prompt_text(self, example: Example) -> str:
         """The whole prompt as text: what the chat template makes of the question."""
-        message = example.prompt(self.answer_format, context)
+        message = example.prompt(self.answer_format)
         kinds = tuple(media.kind for media in example.media)
         if kinds not in self._around:
-            self._around[kinds] = self._find_around(example.media)
+            # What the template puts before and after a message; empty for one that also changes messages. Putting them
+            # around a text takes a thirtieth of the time of the template.
+            around = self._rendered(_MARK, example.media).split(_MARK)
+            same = len(around) == 2 and self._rendered(_UNUSUAL, example.media) == _UNUSUAL.join(around)
+            self._around[kinds] = around if same else []
         if self._around[kinds] and message == message.strip():  # templates often trim
             return message.join(self._around[kinds])
         return self._rendered(message, example.media)
 
     def _rendered(self, message: str, media: Sequence[Media] = ()) -> str:
-        messages: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        content = message if self.pictures is None else self.pictures.content(media, message)
-        messages.append({"role": "user", "content": content})
+        parts: Any = [*({"type": each.kind} for each in media), {"type": "text", "text": message}]  # pictures first
+        messages = [{"role": "user", "content": message if self.pictures is None else parts}]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    def _find_around(self, media: Sequence[Media]) -> list[str]:
-        """What the template puts before and after a message; empty for one that also changes messages.
-
-        Putting them around a text takes a thirtieth of the time of the template.
-        """
-        around = self._rendered(_MARK, media).split(_MARK)
-        same = len(around) == 2 and self._rendered(_UNUSUAL, media) == _UNUSUAL.join(around)
-        return around if same else []
 
     def _prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:
         """The ids of prompts that fit; None for others, which are counted."""
-        shown = [media for example in examples for media in example.media]
-        if shown and self.pictures is None:
+        if self.pictures is None and any(example.media for example in examples):
             raise ConfigError(
                 f"task {examples[0].task!r} shows pictures, and the model reads none. Use one that does (vlm-tiny runs "
                 "anywhere), or leave the task out."
             )
         bad = self._bad(examples)
-        texts = [self.prompt_text(example) for example in examples]
-        return [self._prompt(*each) for each in zip(examples, texts, self._ids(texts), bad, strict=True)]
+        self.counts.unreadable.update(example.task for example, is_bad in zip(examples, bad, strict=True) if is_bad)
+        good = [example for example, is_bad in zip(examples, bad, strict=True) if not is_bad]
+        fitted = iter([self._fit(*each) for each in zip(good, self._whole(good), strict=True)])
+        return [None if is_bad else next(fitted) for is_bad in bad]
 
-    def _prompt(self, example: Example, text: str, ids: list[int], bad: bool) -> list[int] | None:
-        if bad:
-            self.counts.unreadable[example.task] += 1
-            return None
-        if example.media and self.pictures is not None:
-            ids = self.pictures.ids(text, ids, example.media)
-        return self._fit(example, ids)
+    def _whole(self, examples: Sequence[Example]) -> list[list[int]]:
+        """The ids of prompts, however long, with the placeholders of their pictures."""
+        texts = [self.prompt_text(example) for example in examples]
+        return [
+            self.pictures.ids(text, ids, example.media) if self.pictures is not None and example.media else ids
+            for example, text, ids in zip(examples, texts, self._ids(texts), strict=True)
+        ]
 
     def _bad(self, examples: Sequence[Example]) -> list[bool]:
         """Which examples are left out because of their pictures. Where that was not asked for, they are one error."""
@@ -191,16 +193,7 @@ class Encoder:
             raise BadMediaError(told)
         return [problem is not None for problem in found]
 
-    def _prompt_with(self, example: Example, context: str) -> list[int]:
-        text = self.prompt_text(example, context=context)
-        ids = self._ids([text])[0]
-        return ids if self.pictures is None or not example.media else self.pictures.ids(text, ids, example.media)
-
     # -- training sequences ---------------------------------------------------------------------
-
-    def encode(self, example: Example) -> Encoded | None:
-        """One sequence, or None when it was dropped."""
-        return next(self.stream([example]), None)
 
     def encode_all(self, examples: Iterable[Example]) -> list[Encoded]:
         return list(self.stream(examples))
@@ -217,9 +210,6 @@ class Encoder:
                     yield Encoded(sequence, len(prompt), self.task_ids.get(example.task, 0), example.media)
 
     @cached_property
-    def _identity(self) -> str | None:
-        return self.identity()
-
     def identity(self) -> str | None:
         """A hash of all that ids follow from beside the example; None for a tokenizer that does not tell how it works.
 
@@ -231,8 +221,8 @@ class Encoder:
         rendered = self._ids([self.prompt_text(Example(question="?"))])  # first: it sets the backend's own options
         names = ("chat_template", "special_tokens_map", "eos_token_id", "split_special_tokens")
         known = [getattr(self.tokenizer, name, None) for name in names]
-        settings = (self.answer_format, self.max_length, self.too_long, self.system)
         packages = [version(name) for name in ("transformers", "tokenizers")]
+        settings = (self.answer_format, self.max_length)
         return cache.key(type(self.tokenizer), backend.to_str(), rendered, known, settings, packages)
 
     # -- fitting --------------------------------------------------------------------------------
@@ -244,48 +234,35 @@ class Encoder:
             found = [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
             if found[:1] == first:  # or the tokenizer does more than its backend
                 return found
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def _fit(self, example: Example, ids: list[int]) -> list[int] | None:
         targets = example.targets(self.answer_format)
         if len(ids) + 1 + max(len(text.encode()) for text in targets) <= self.max_length:
             return ids  # the usual case, without tokenizing every option: there are never more tokens than bytes
-        longest = max(len(self.target_ids(text)) for text in targets)
-        room = self.max_length - longest
+        room = self.max_length - max(map(len, self.target_ids(targets).values()))
         if len(ids) <= room:
             return ids
-        bare = self._prompt_with(example, "")
+        (bare,) = self._whole([replace(example, context="")])
         if len(bare) > room:
-            self._drop(example, len(bare) + longest)
+            self.counts.dropped[example.task] += 1
             return None
         self.counts.truncated[example.task] += 1
-        pieces = self._spans(example.context)
-        keep = len(pieces) - (len(ids) - room)
+        spans = self._spans(example.context)
+        keep = len(spans) - (len(ids) - room)
         while keep > 0:
-            cut = self._prompt_with(example, self._cut(example, pieces, keep))
+            if example.cut == "start":
+                context = example.context[spans[-keep][0] :].lstrip()
+            else:
+                context = example.context[: spans[keep - 1][1]].rstrip()
+            (cut,) = self._whole([replace(example, context=context)])
             if len(cut) <= room:
                 return cut
             keep -= len(cut) - room
         return bare
-
-    def _drop(self, example: Example, needed: int) -> None:
-        if self.too_long == "raise":
-            raise ConfigError(
-                f"task {example.task!r}: question, options and answer need {needed} tokens without any context, "
-                f"max_length={self.max_length} allows fewer. Raise max_length, or drop such rows with too_long='drop'. "
-                f"The question begins: {example.question[:80]!r}",
-                title="text too long",
-            )
-        self.counts.dropped[example.task] += 1
 
     def _spans(self, context: str) -> list[tuple[int, int]]:
         """Where each token of the context begins and ends in the text: cuts fall between tokens."""
         if getattr(self.tokenizer, "is_fast", False):
             return self.tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return [(index, index + 1) for index in range(len(context))]
-
-    @staticmethod
-    def _cut(example: Example, spans: list[tuple[int, int]], keep: int) -> str:
-        if example.cut == "start":
-            return example.context[spans[-keep][0] :].lstrip()
-        return example.context[: spans[keep - 1][1]].rstrip()

@@ -6,16 +6,13 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.tasks.cells import Row
 from monkeyjump.tasks.media import IMAGE_ENDINGS
-
-_DELIMITERS = ",;\t|"
-_LARGEST_CELL = 2**31 - 1  # Python's own limit is 128 KiB, less than a long document
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -43,20 +40,22 @@ def _open(path: Path, newline: str | None = None) -> io.TextIOWrapper:
 # -- JSON ---------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _object(_parsed(line, path, f"line {number}"), path, f"line {number}")
-
-
 def _json(path: Path) -> Iterator[Row]:
+    """One object a line, or one list of objects."""
     with _open(path) as file:
-        content = _parsed(file.read(), path, "the content")
-    if not isinstance(content, list):
-        raise _bad(path, f"holds a {type(content).__name__}: write a list of objects, or one object a line as .jsonl")
-    for number, row in enumerate(content, start=1):
-        yield _object(row, path, f"entry {number}")
+        if _ending(path).startswith((".jsonl", ".ndjson")):
+            lines = ((f"line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
+            found: Iterable[tuple[str, Any]] = ((where, _parsed(line, path, where)) for where, line in lines)
+        else:
+            content = _parsed(file.read(), path, "the content")
+            if not isinstance(content, list):
+                kind = type(content).__name__
+                raise _bad(path, f"holds a {kind}: write a list of objects, or one object a line as .jsonl")
+            found = ((f"entry {number}", row) for number, row in enumerate(content, start=1))
+        for where, row in found:
+            if not isinstance(row, dict):
+                raise _bad(path, f"{where} is a {type(row).__name__}, not a JSON object with columns")
+            yield row
 
 
 def _parsed(text: str, path: Path, where: str) -> Any:
@@ -67,26 +66,25 @@ def _parsed(text: str, path: Path, where: str) -> Any:
         raise _bad(path, f"{where} is not JSON ({error})", hint) from error
 
 
-def _object(row: Any, path: Path, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise _bad(path, f"{where} is a {type(row).__name__}, not a JSON object with columns")
-    return row
-
-
 # -- CSV ----------------------------------------------------------------------------------------
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(_LARGEST_CELL)
+    csv.field_size_limit(2**31 - 1)  # Python's own limit is 128 KiB, less than a long document
     with _open(path, newline="") as file:
         first = next((line for line in file if line.strip()), "")
         file.seek(0)
+        # the separator that the line of names has most of, outside quotes
+        separator = "\t" if _ending(path).startswith(".tsv") else max(",;\t|", key="".join(first.split('"')[::2]).count)
         # strict: a quote that is opened and not closed would swallow the rest of the file as one cell
-        reader = csv.reader(file, delimiter=_delimiter(first, path), strict=True)
+        reader = csv.reader(file, delimiter=separator, strict=True)
         rows = (cells for cells in reader if any(cell.strip() for cell in cells))
         try:
             names = [name.strip() for name in next(rows, [])]
-            _check_names(names, path)
+            if not names:
+                raise _bad(path, "is empty: its first line must name the columns")
+            if twice := sorted({name for name in names if names.count(name) > 1 and name}):
+                raise _bad(path, f"names the columns {', '.join(map(repr, twice))} twice", " Rename one of each.")
             for cells in rows:
                 if len(cells) != len(names):
                     raise _bad(
@@ -101,33 +99,14 @@ def _csv(path: Path) -> Iterator[Row]:
             ) from error
 
 
-def _delimiter(header: str, path: Path) -> str:
-    """The separator that the line of names has most of, outside quotes."""
-    if _ending(path).startswith(".tsv"):
-        return "\t"
-    plain = "".join(header.split('"')[::2])
-    return max(_DELIMITERS, key=plain.count)
-
-
-def _check_names(names: list[str], path: Path) -> None:
-    if not names:
-        raise _bad(path, "is empty: its first line must name the columns")
-    twice = sorted({name for name in names if names.count(name) > 1 and name})
-    if twice:
-        raise _bad(path, f"names the columns {', '.join(map(repr, twice))} twice", " Rename one of each.")
-
-
 # -- parquet ------------------------------------------------------------------------------------
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ConfigError(
-            f'{str(path)!r}: parquet files need pyarrow: pip install "monkeyjump[parquet]".', title="missing package"
-        ) from None
+    pyarrow, parquet = (
+        require(module, f"{str(path)!r}: parquet files need pyarrow", "parquet")
+        for module in ("pyarrow", "pyarrow.parquet")
+    )
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
@@ -158,9 +137,9 @@ def _bad(path: Path, problem: str, hint: str = "") -> ConfigError:
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
-    ".ndjson": _json_lines,
+    ".jsonl": _json,
+    ".jsonl.gz": _json,
+    ".ndjson": _json,
     ".json": _json,
     ".json.gz": _json,
     ".csv": _csv,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.tasks.cells import Row, falls_below
 from monkeyjump.tasks.task import HubSource, Source, Task
 
@@ -15,7 +15,7 @@ def how_to_get(source: Source) -> str:
     """The commands for a copy of a dataset that must be unpacked; others come by themselves."""
     if not isinstance(source, HubSource) or not source.unpack:
         return "leave out the data folder to use the hub."
-    copy = f"DIR/{source.copy_name}"
+    copy = f"DIR/{source.id.split('/')[-1]}"
     return (
         f"make a copy: `hf download {source.id} --repo-type dataset --local-dir {copy}`, then "
         f"`{source.unpack.format(copy)}`, and say `--data DIR`."
@@ -26,7 +26,7 @@ def copy_of(source: Source, data_dir: str | Path | None) -> Path | None:
     """A copy of a whole dataset of the hub below the data folder."""
     if data_dir is None or not isinstance(source, HubSource):
         return None
-    folder = Path(data_dir).expanduser() / source.copy_name
+    folder = Path(data_dir).expanduser() / source.id.split("/")[-1]
     return folder if folder.is_dir() else None
 
 
@@ -44,15 +44,11 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
         raise ConfigError(
             f"task {task.name!r} has no split for {split}, only for {', '.join(source.splits)}. Add it to its data."
         )
-    folder = f"a folder with {task.name}/{split}.jsonl as the data folder"
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"task {task.name!r}: reading {source.id!r} from the hub needs the package `datasets`, which is not "
-            f"installed. Run `pip install 'monkeyjump[hub]'`, or pass {folder}.",
-            title="data not available",
-        ) from error
+    instead = f"or pass a folder with {task.name}/{split}.jsonl as the data folder."
+    why = (
+        f"task {task.name!r}: without {task.name}/{split}.jsonl in a data folder, reading {source.id!r} needs datasets"
+    )
+    datasets = require("datasets", why, "hub")
     if copy is None and not hub_reachable():  # what is in the cache already still loads, and at once
         datasets.config.HF_HUB_OFFLINE = True
     name, revision = (source.id, source.revision) if copy is None else (str(copy), None)
@@ -61,9 +57,9 @@ def hub_rows(task: Task, source: HubSource, split: str, streaming: bool, copy: P
             name, source.config, split=source.splits[split], revision=revision, streaming=streaming
         )
     except (OSError, ValueError, RuntimeError) as error:  # datasets raises any of these for what is not there
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        advice = "Download it again" if copy else "Look at its page on the hub"
-        problem = f"did not load from {copy or 'the hub'} ({reason}). {advice}, or pass {folder}."
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = f"{'Download it again' if copy else 'Look at its page on the hub'}, {instead}"
+        problem = f"did not load from {copy or 'the hub'} ({reason}). {advice}"
         if not copy and not hub_reachable():
             problem = (
                 f"did not load from the hub, which cannot be used ({why_unreachable()}), and is not in its cache. Go "

@@ -50,10 +50,6 @@ _RETINOPATHY = "none, mild, moderate, severe, proliferative"
 _KITTI = "less than 8 meters, 8 to 20 meters, more than 20 meters, no vehicle"
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(" ".join(name.split()) for name in text.split(","))
-
-
 # -- classification -----------------------------------------------------------------------------
 
 
@@ -135,7 +131,7 @@ def _hub(name: str, train: str = "train", test: str = "test", **more: Any) -> Hu
 
 
 def _class(name: str, hub: HubSource, question: str, classes: str, description: str) -> Task:
-    options = _names(classes)
+    options = tuple(" ".join(name.split()) for name in classes.split(","))
     render = _classes(question, options)
     return Task(name, "image_classes", render, ("label",), hub, options, "accuracy", "image", description, ("image",))
 
@@ -145,65 +141,44 @@ def _ask(name: str, hub: HubSource, asked: Asked, description: str, metric: Metr
     return Task(name, "vision_qa", render, tuple(fields.split()), hub, None, metric, "image", description, ("image",))
 
 
-_TISSUE = "Is the lymph node tissue in this image normal, or does it contain tumor?"
-_RETINA = "How severe is the diabetic retinopathy in this image of a retina?"
 _WORD = "What is the text in the image? Answer with the text alone."
 _BLIND = f"When the provided information is insufficient, respond with 'Unanswerable'.\n{_SHORT}"
 _BY_QUESTION = itemgetter("question_id")
 _SEED = "question choice_a choice_b choice_c choice_d answer"
+_CAMELYON, _SVHN = _hub("1aurent/PatchCamelyon"), _hub("ufldl-stanford/svhn cropped_digits")
+_PET_SET, _FLOWER_SET = _hub("timm/oxford-iiit-pet"), _hub("dpdl-benchmark/oxford_flowers102")
+_EUROSAT_SET, _CALTECH_SET = _hub("timm/eurosat-rgb"), _hub("dpdl-benchmark/caltech101")
+_CHARTQA, _VQA_RAD = _hub("HuggingFaceM4/ChartQA"), _hub("flaviagiammarino/vqa-rad")
 _OKVQA = _hub("lmms-lab/OK-VQA", "val2014", "val2014", held_out=1 / 6, group=_BY_QUESTION)  # a sixth: the paper's 841
 _VIZWIZ = _hub("lmms-lab/VizWiz-VQA", "val", "val", held_out=1 / 10, group=_BY_QUESTION)
+_TEXTVQA = _hub("lmms-lab/textvqa", test="validation")
 _SEED_BENCH = _hub("lmms-lab/SEED-Bench", "test", "test", held_out=1 / 6, group=itemgetter("data_id"))
 # a revision that still lists the training split
 _SCIENCEQA = _hub("lmms-lab/ScienceQA ScienceQA-IMG", revision="7d5be0f9a868f835ee26f74cba3baa743c1be07d")
-# the paper does not say which words; IIIT-5K is the classic set
-_WORDS = _hub("MiXaiLL76/IIIT5K_OCR")
+_WORDS = _hub("MiXaiLL76/IIIT5K_OCR")  # the paper does not say which words; IIIT-5K is the classic set
+_CARS = _hub("nateraw/kitti", "train", "train", held_out=1 / 10)
+_TISSUE = "Is the lymph node tissue in this image normal, or does it contain tumor?"
+_DIGIT = "Which digit is in the center of the image?"
+_BREED = "Which breed is the cat or dog in this image?"
+_RETINA = "How severe is the diabetic retinopathy in this image of a retina?"
+_CHARTS = _free("query|question", "label|answer")
 
 IMAGE14: tuple[Task, ...] = (
-    _class("camelyon", _hub("1aurent/PatchCamelyon"), _TISSUE, "normal, tumor", "tumor in patches of lymph nodes"),
-    _class(
-        "svhn",
-        _hub("ufldl-stanford/svhn cropped_digits"),
-        "Which digit is in the center of the image?",
-        "0,1,2,3,4,5,6,7,8,9",
-        "house numbers, digit by digit",
-    ),
-    _class("pets", _hub("timm/oxford-iiit-pet"), "Which breed is the cat or dog in this image?", _PETS, "37 breeds"),
-    _class(
-        "flowers102",
-        _hub("dpdl-benchmark/oxford_flowers102"),
-        "Which flower is in this image?",
-        _FLOWERS,
-        "102 flowers",
-    ),
-    _class(
-        "eurosat", _hub("timm/eurosat-rgb"), "What does this satellite image show?", _EUROSAT, "land use from above"
-    ),
-    _class("caltech101", _hub("dpdl-benchmark/caltech101"), "What is in this image?", _CALTECH, "101 kinds of objects"),
-    _ask(
-        "chartqa",
-        _hub("HuggingFaceM4/ChartQA"),
-        _free("query|question", "label|answer"),
-        "questions about charts",
-        "relaxed_accuracy",
-    ),
+    _class("camelyon", _CAMELYON, _TISSUE, "normal, tumor", "tumor in patches of lymph nodes"),
+    _class("svhn", _SVHN, _DIGIT, "0,1,2,3,4,5,6,7,8,9", "house numbers, digit by digit"),
+    _class("pets", _PET_SET, _BREED, _PETS, "37 breeds"),
+    _class("flowers102", _FLOWER_SET, "Which flower is in this image?", _FLOWERS, "102 flowers"),
+    _class("eurosat", _EUROSAT_SET, "What does this satellite image show?", _EUROSAT, "land use from above"),
+    _class("caltech101", _CALTECH_SET, "What is in this image?", _CALTECH, "101 kinds of objects"),
+    _ask("chartqa", _CHARTQA, _CHARTS, "questions about charts", "relaxed_accuracy"),
     _ask("okvqa", _OKVQA, _voted(), "questions that need outside knowledge", "vqa_accuracy"),
     _ask("scienceqa", _SCIENCEQA, (_scienceqa, "question choices answer"), "school science with a picture"),
     _ask("seed_bench", _SEED_BENCH, (_seed_bench, _SEED), "what is where in pictures"),
     _ask("text_recognition", _WORDS, _free("", "text|label", _WORD), "a cropped word to be read", "exact_match"),
-    _ask(
-        "textvqa",
-        _hub("lmms-lab/textvqa", test="validation"),
-        _voted(),
-        "questions about text in pictures",
-        "vqa_accuracy",
-    ),
+    _ask("textvqa", _TEXTVQA, _voted(), "questions about text in pictures", "vqa_accuracy"),
     _ask("vizwiz_vqa", _VIZWIZ, _voted(_BLIND), "photos and questions of blind people", "vqa_accuracy"),
-    _ask(
-        "vqa_rad", _hub("flaviagiammarino/vqa-rad"), _free("question", "answer"), "radiology questions", "exact_match"
-    ),
+    _ask("vqa_rad", _VQA_RAD, _free("question", "answer"), "radiology questions", "exact_match"),
 )
-_CARS = _hub("nateraw/kitti", "train", "train", held_out=1 / 10)
 IMAGE_TASKS: tuple[Task, ...] = (
     *IMAGE14,
     _class("retinopathy", _hub("CDHAI/EyePACS"), _RETINA, _RETINOPATHY, "severity of diabetic retinopathy"),

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.cells import missing, opened
 
@@ -26,10 +24,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LEAVE_OUT = "leave its row out (data.bad_media=drop does so with all such rows)"
+_NEEDS = "pictures and clips need {}"
 MediaKind = Literal["image", "video"]
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_ORIENTATION = 0x0112  # the EXIF tag
-_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # its values as Pillow's transpositions
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ def _inside(folder: Path | None, name: str, kind: str) -> Path:
         raise BadMediaError(
             f"{kind} {name!r} is a path, but these rows come without files. Put the rows and the files into a folder."
         )
-    root = _resolved(folder)
+    root = folder.resolve()
     path = (root / name).resolve()
     if Path(name).is_absolute() or not path.is_relative_to(root):
         raise BadMediaError(
@@ -106,11 +103,6 @@ def _inside(folder: Path | None, name: str, kind: str) -> Path:
     if not path.is_file():
         raise BadMediaError(f"{kind} {name!r}: there is no such file in {str(folder)!r}. Paths count from that folder.")
     return path
-
-
-@lru_cache(maxsize=64)
-def _resolved(folder: Path) -> Path:
-    return folder.resolve()
 
 
 def stored(media: Media) -> Media:
@@ -124,11 +116,7 @@ def stored(media: Media) -> Media:
     path = cache.folder().parent / "media" / name[:2] / name
     with suppress(OSError):
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            number, scratch = tempfile.mkstemp(dir=path.parent)
-            with open(number, "wb") as file:
-                file.write(media.content)
-            os.replace(scratch, path)
+            cache.put(path, media.content)
         return Media(media.kind, str(path))
     return media
 
@@ -138,14 +126,17 @@ def stored(media: Media) -> Media:
 
 def open_image(media: Media) -> Image:
     """A picture as RGB, upright as its EXIF says, on white where it is transparent."""
-    Image = _package("PIL.Image", "Pillow")
+    Image = require("PIL.Image", _NEEDS.format("Pillow"), "vision")
     try:
         with Image.open(_file(media)) as image:
             limit = Image.MAX_IMAGE_PIXELS
             if limit and image.width * image.height > limit:
                 raise Image.DecompressionBombError
             image.load()
-            return _rgb(_upright(image, Image), Image)
+            upright = image
+            with suppress(Exception):  # damaged EXIF: the picture itself is good
+                upright = import_module("PIL.ImageOps").exif_transpose(image)
+            return _rgb(upright, Image)
     except Image.DecompressionBombError as error:
         raise BadMediaError(
             f"image {media.name} has more than {Image.MAX_IMAGE_PIXELS:,} pixels. Scale it down, set "
@@ -153,14 +144,6 @@ def open_image(media: Media) -> Image:
         ) from error
     except Exception as error:  # decoders of damaged files raise almost anything
         raise _unreadable(media, error) from error
-
-
-def _upright(image: Image, pillow: Any) -> Image:
-    try:
-        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # damaged EXIF: the picture itself is good
-        return image
-    return image if turn is None else image.transpose(pillow.Transpose(turn))
 
 
 def _rgb(image: Image, pillow: Any) -> Image:
@@ -187,7 +170,7 @@ def read_frames(media: Media, count: int) -> list[Image]:
     """`count` frames of a clip at equal distances, the first and the last among them; short clips repeat frames."""
     import numpy as np
 
-    av = _package("av", "PyAV")
+    av = require("av", _NEEDS.format("PyAV"), "vision")
     try:
         total = _packets(av, media)
         while total:
@@ -210,22 +193,20 @@ def _opened(av: Any, media: Media) -> Any:
 def _packets(av: Any, media: Media) -> int:
     """How many frames a clip should have. What its head says is often missing or wrong."""
     with _opened(av, media) as container:
-        streams = container.streams.video
-        return sum(packet.size > 0 for packet in container.demux(streams[0])) if streams else 0
+        return sum(packet.size > 0 for stream in container.streams.video[:1] for packet in container.demux(stream))
 
 
 def _decoded(av: Any, media: Media, wanted: set[int]) -> tuple[dict[int, Image], int]:
     found: dict[int, Image] = {}
-    number = 0
+    count = 0
     with _opened(av, media) as container:
         container.streams.video[0].thread_type = "AUTO"
-        for frame in container.decode(container.streams.video[0]):
-            if number in wanted:
-                found[number] = frame.to_image().rotate(frame.rotation, expand=True)
-            number += 1
+        for count, frame in enumerate(container.decode(container.streams.video[0]), start=1):
+            if count - 1 in wanted:
+                found[count - 1] = frame.to_image().rotate(frame.rotation, expand=True)
             if len(found) == len(wanted):
                 break
-    return found, number
+    return found, count
 
 
 def _file(media: Media) -> Any:
@@ -239,14 +220,3 @@ def _unreadable(media: Media, error: Exception) -> BadMediaError:
         f"{media.kind} {media.name} cannot be read ({reason}). The file may be damaged or incomplete: "
         f"get it again, or {LEAVE_OUT}."
     )
-
-
-def _package(module: str, name: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f'pictures and clips need {name}: pip install "monkeyjump[vision]".', title="missing package"
-        ) from error

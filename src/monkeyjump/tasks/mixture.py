@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks import cache
-from monkeyjump.tasks.encode import EncodeCounts, Encoded, Encoder
-from monkeyjump.tasks.load import VALIDATION_FRACTION, load_examples, origin
+from monkeyjump.tasks.encode import Encoded, Encoder
+from monkeyjump.tasks.load import SplitData, load_examples
 from monkeyjump.tasks.task import Example, Task
 
-
-def shares(sizes: Sequence[int], weights: Sequence[float], temperature: float) -> list[float]:
-    """Each task's share of the mixture: weight * size ** (1/temperature), normalised.
-
-    Temperature 1 is proportional to size, a high one comes near equal shares.
-    """
-    top = max(sizes)  # relative to the largest, or size ** (1/temperature) could overflow for low temperatures
-    raw = [weight * (size / top) ** (1 / temperature) for size, weight in zip(sizes, weights, strict=True)]
-    return [value / sum(raw) for value in raw]
+_BUFFER = 1000  # streamed examples of a task that are shuffled together
 
 
 def quotas(total: int, parts: Sequence[float]) -> list[int]:
@@ -40,9 +34,10 @@ def quotas(total: int, parts: Sequence[float]) -> list[int]:
 class Mixture(Sequence[Encoded]):
     """The encoded examples of several tasks, and which of them an epoch visits in what order.
 
-    Indexing gives the sequences themselves, task after task; `order(epoch)` gives the indices to visit. An epoch is
-    `epoch_size` long (as many as there are examples, unless told): with weights 1 and temperature 1 it visits every
-    example once; otherwise each task gets its share, going through its own examples in shuffled order, again and again.
+    Indexing gives the sequences themselves, task after task; `order(epoch)` gives the indices to visit, as many as
+    there are examples. The share of a task is weight * size ** (1/temperature): with weights 1 and temperature 1 every
+    example is visited once; otherwise each task goes through its own examples in shuffled order, again and again. A
+    high temperature comes near equal shares.
     """
 
     def __init__(
@@ -51,19 +46,23 @@ class Mixture(Sequence[Encoded]):
         *,
         weights: Mapping[str, float] | None = None,
         temperature: float = 1.0,
-        epoch_size: int | None = None,
         seed: int = 0,
-        counts: EncodeCounts | None = None,
     ) -> None:
-        _check(groups, weights or {}, temperature, epoch_size)
-        self.names = list(groups)
+        empty = [name for name in groups if not groups[name]]
+        if empty:
+            raise ConfigError(
+                [f"task {name!r}: no example is left after encoding. Raise max_length." for name in empty],
+                title="bad mixture",
+            )
+        self.names, self.seed = list(groups), seed
         self.sizes = [len(group) for group in groups.values()]
         self.items = [item for group in groups.values() for item in group]
-        self.seed = seed
-        self.counts = counts or EncodeCounts()
-        given = weights or {}
-        self.shares = shares(self.sizes, [given.get(name, 1.0) for name in self.names], temperature)
-        self.epoch_size = epoch_size or len(self.items)
+        top = max(self.sizes)  # relative to the largest, or size ** (1/temperature) could overflow
+        raw = [
+            weight * (size / top) ** (1 / temperature)
+            for size, weight in zip(self.sizes, _by_task(weights, self.names, "weights", 1.0), strict=True)
+        ]
+        self.shares = [value / sum(raw) for value in raw]
 
     @classmethod
     def load(
@@ -72,27 +71,18 @@ class Mixture(Sequence[Encoded]):
         encoder: Encoder,
         data_dir: str | Path | None = None,
         *,
-        split: str = "train",
-        caps: int | Mapping[str, int] | None = None,
-        validation_fraction: float = VALIDATION_FRACTION,
+        caps: Mapping[str, int] | None = None,
         seed: int = 0,
         **options: Any,
     ) -> Mixture:
-        """Load, cap and encode tasks. `caps`: most examples per task, one number or one per name; drawn by the seed."""
-        tasks = [task for task in tasks if split not in task.absent]
-        limits = dict.fromkeys((task.name for task in tasks), caps) if isinstance(caps, int) else dict(caps or {})
-        _check_names(limits, [task.name for task in tasks], "caps")
+        """Load, cap and encode the training rows of tasks. `caps`: most examples of a task, drawn by the seed."""
+        tasks = [task for task in tasks if "train" not in task.absent]
+        limits = _by_task(caps, [task.name for task in tasks], "caps", None)
         encoder.task_ids = {task.name: index for index, task in enumerate(tasks)}
-        identity, reading = encoder.identity(), {"seed": seed, "validation_fraction": validation_fraction}
         groups = {
-            task.name: _encoded(encoder, identity, task, split, data_dir, limits.get(task.name), reading)
-            for task in tasks
+            task.name: _encoded(encoder, task, data_dir, cap, seed) for task, cap in zip(tasks, limits, strict=True)
         }
-        return cls(groups, seed=seed, counts=encoder.counts, **options)
-
-    @property
-    def task_ids(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.names)}
+        return cls(groups, seed=seed, **options)
 
     @property
     def lengths(self) -> list[int]:
@@ -100,24 +90,23 @@ class Mixture(Sequence[Encoded]):
 
     def order(self, epoch: int = 0) -> list[int]:
         """The indices of one epoch, shuffled; the same for the same seed and epoch on every machine."""
-        rng = random.Random(f"{self.seed}/order/{epoch}")
         visited: list[int] = []
         start = 0
-        for name, size, count in zip(self.names, self.sizes, quotas(self.epoch_size, self.shares), strict=True):
-            visited += (start + index for index in self._task_order(name, size, count, epoch))
+        for name, size, quota in zip(self.names, self.sizes, quotas(len(self), self.shares), strict=True):
+            visited += (start + index for index in self._task_order(name, size, quota, epoch))
             start += size
-        rng.shuffle(visited)
+        random.Random(f"{self.seed}/order/{epoch}").shuffle(visited)
         return visited
 
-    def _task_order(self, name: str, size: int, count: int, epoch: int) -> list[int]:
-        """`count` of a task's examples, from where the epoch before stopped: none comes twice before all came once."""
-        first = epoch * count
+    def _task_order(self, name: str, size: int, quota: int, epoch: int) -> list[int]:
+        """`quota` of a task's examples, from where the epoch before stopped: none comes twice before all came once."""
+        first = epoch * quota
         found: list[int] = []
-        for turn in range(first // size, (first + count - 1) // size + 1) if count else ():
+        for turn in range(first // size, (first + quota - 1) // size + 1) if quota else ():
             pass_order = list(range(size))
             random.Random(f"{self.seed}/{name}/{turn}").shuffle(pass_order)
             begin = max(first - turn * size, 0)
-            found += pass_order[begin : first + count - turn * size]
+            found += pass_order[begin : first + quota - turn * size]
         return found
 
     def __len__(self) -> int:
@@ -128,52 +117,32 @@ class Mixture(Sequence[Encoded]):
 
 
 def _encoded(
-    encoder: Encoder,
-    identity: str | None,
-    task: Task,
-    split: str,
-    data_dir: str | Path | None,
-    cap: int | None,
-    reading: dict[str, Any],
-) -> list[Encoded]:
-    """The sequences of a task, from the cache where they were made before."""
-    drawn_by = f"{reading['seed']}/{task.name}/{split}"
+    encoder: Encoder, task: Task, data_dir: str | Path | None, cap: int | None, seed: int
+) -> Sequence[Encoded]:
+    """The training sequences of a task, from the cache where they were made before."""
+    data, drawn_by = SplitData(task, "train", data_dir, seed), f"{seed}/{task.name}/train"
 
     def choose() -> list[Example]:
-        examples = load_examples(task, split, data_dir, **reading)
+        examples = load_examples(task, "train", data_dir, seed=seed)
         return [examples[index] for index in draw(len(examples), cap, drawn_by)]
 
-    source = origin(task, split, data_dir, **reading)
-    if identity is None or task.modality != "text":  # nothing to be sure by; pictures are files of their own
+    if encoder.identity is None or task.modality != "text":  # nothing to be sure by; pictures are files of their own
         return encoder.encode_all(choose())
+    source = data.origin()
     examples = [] if source else choose()
-    name = cache.key(identity, source, cap and (cap, drawn_by), *examples)
-    content = cache.read(name)
-    if content is not None:
-        return _restored(encoder, task.name, np.frombuffer(content, dtype=np.int32))
-    counts = [encoder.counts.truncated, encoder.counts.dropped]
-    before = [count[task.name] for count in counts]
-    items = encoder.encode_all(examples or choose())
-    if source == origin(task, split, data_dir, **reading):  # no file has changed while it was read
-        numbers = [len(items), *(count[task.name] - known for count, known in zip(counts, before, strict=True))]
-        numbers += [*map(len, items), *(item.prompt_length for item in items)]
-        cache.write(name, np.concatenate([numbers, *(item.input_ids for item in items)]).astype(np.int32).tobytes())
-    return items
 
+    def make() -> list[np.ndarray | None]:
+        items = encoder.encode_all(examples or choose())
+        return [np.concatenate([[item.prompt_length], item.input_ids]) for item in items]
 
-def _restored(encoder: Encoder, name: str, stored: np.ndarray) -> list[Encoded]:
-    """Sequences and counts as `_encoded` has stored them: how many, lengths, lengths of prompts, then all ids."""
-    size, *cut = stored[:3].tolist()
-    counts = (encoder.counts.encoded, encoder.counts.truncated, encoder.counts.dropped)
-    for count, more in zip(counts, (size, *cut), strict=True):
-        count.update({name: more} if more else {})
-    lengths, prompts = stored[3 : 3 + 2 * size].reshape(2, size)
-    ends = (3 + 2 * size + lengths.cumsum()).tolist()
-    starts, task_id = [3 + 2 * size, *ends], encoder.task_ids[name]
-    return [
-        Encoded(stored[start:end], prompt, task_id)
-        for start, end, prompt in zip(starts, ends, prompts.tolist(), strict=False)
-    ]
+    rows = encoder.kept(
+        cache.key(encoder.identity, source, cap and (cap, drawn_by), *examples),
+        task.name,
+        make,
+        lambda: source == data.origin(),  # no file has changed while it was read
+    )
+    task_id = encoder.task_ids[task.name]
+    return [Encoded(row[1:], int(row[0]), task_id) for row in rows if row is not None]
 
 
 def draw(size: int, cap: int | None, key: str) -> list[int]:
@@ -185,31 +154,67 @@ def draw(size: int, cap: int | None, key: str) -> list[int]:
     return sorted(shuffled[:cap])
 
 
-def _check(
-    groups: Mapping[str, Sequence[Encoded]], weights: Mapping[str, float], temperature: float, epoch_size: int | None
-) -> None:
-    problems = [
-        f"task {name!r}: no example is left after encoding. Raise max_length." for name in groups if not groups[name]
-    ]
-    if not groups:
-        problems.append("tasks: none given. Name at least one.")
-    problems += [f"weights[{name!r}]={value} must be above 0." for name, value in weights.items() if not value > 0]
-    if not temperature > 0:
-        problems.append(f"temperature={temperature} must be above 0; 1 is proportional to size.")
-    if epoch_size is not None and epoch_size < 1:
-        problems.append(f"epoch_size={epoch_size} must be at least 1.")
-    if problems:
-        raise ConfigError(problems, title="bad mixture")
-    _check_names(weights, list(groups), "weights")
+class StreamingMixture(IterableDataset[Encoded]):
+    """A mixture for data that does not fit in memory: draws a task by weight, then that task's next example, for ever.
+
+    Weights are per task (sizes are unknown, so there is no temperature); 1 for tasks not named. The order follows from
+    the seed and `set_epoch`. Loader workers take turns: worker i of n yields every n-th example of one common order.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        encoder: Encoder,
+        data_dir: str | Path | None = None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.tasks = [task for task in tasks if "train" not in task.absent]
+        names = [task.name for task in self.tasks]
+        self.weights = _by_task(weights, names, "weights", 1.0)
+        encoder.task_ids = {name: index for index, name in enumerate(names)}
+        self.encoder, self.data_dir, self.seed, self.epoch = encoder, data_dir, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Encoded]:
+        worker = get_worker_info()
+        skip, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        yield from self.encoder.stream(islice(self._examples(), skip, None, step), chunk_size=64)
+
+    def _examples(self) -> Iterator[Example]:
+        rng = random.Random(f"{self.seed}/stream/{self.epoch}")
+        streams = [self._shuffled(task) for task in self.tasks]
+        while True:
+            yield next(rng.choices(streams, self.weights)[0])
+
+    def _shuffled(self, task: Task) -> Iterator[Example]:
+        """One task's examples: a full buffer gives up a random one for each that arrives."""
+        for turn in count():
+            rng = random.Random(f"{self.seed}/{task.name}/{self.epoch}/{turn}")
+            buffer: list[Example] = []
+            for example in SplitData(task, "train", self.data_dir, self.seed).examples(streaming=True):
+                if len(buffer) < _BUFFER:
+                    buffer.append(example)
+                    continue
+                place = rng.randrange(_BUFFER)
+                yield buffer[place]
+                buffer[place] = example
+            rng.shuffle(buffer)
+            yield from buffer
+            if not buffer:
+                raise ConfigError(f"task {task.name!r}: its train split has no rows. Leave the task out.")
 
 
-def _check_names(given: Mapping[str, Any], known: list[str], field: str) -> None:
+def _by_task(given: Mapping[str, Any] | None, names: list[str], field: str, default: Any) -> list[Any]:
+    """A value for every task; a name that is no task is an error."""
     problems = [
-        f"{field}: {name!r} is not a task of this mixture.{did_you_mean(name, known)} It has {', '.join(known)}."
-        for name in given
-        if name not in known
+        f"{field}: {name!r} is not a task of this mixture.{did_you_mean(name, names)} It has {', '.join(names)}."
+        for name in given or ()
+        if name not in names
     ]
-    if field == "caps":
-        problems += [f"caps[{name!r}]={cap} must be at least 1." for name, cap in given.items() if cap < 1]
     if problems:
         raise ConfigError(problems, title="bad mixture")
+    return [(given or {}).get(name, default) for name in names]

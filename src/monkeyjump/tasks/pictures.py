@@ -38,11 +38,6 @@ class Pictures:
 
     # -- in a prompt ----------------------------------------------------------------------------
 
-    def content(self, media: Sequence[Media], text: str) -> list[dict[str, str]]:
-        """A message with pictures before its text, as chat templates take it."""
-        shown: list[dict[str, str]] = [{"type": each.kind} for each in media]
-        return [*shown, {"type": "text", "text": text}]
-
     def ids(self, text: str, short: list[int], media: Sequence[Media]) -> list[int]:
         """The ids of a rendered prompt; `short` are those of the text as it stands, with one placeholder a picture."""
         sizes = tuple((each.kind, *self.size(each)) for each in media)
@@ -58,7 +53,8 @@ class Pictures:
     def _learned(self, text: str, short: list[int], sizes: tuple) -> tuple[list[int], list[int]] | None:
         """What stands from the first picture to the last, and the ids that are replaced by it; None: not to be said."""
         whole = self._whole(text, sizes)
-        placeholder = [token for token in self._placeholders() if token in short]
+        known = (self.processor.tokenizer.convert_tokens_to_ids(token) for token in self._tokens())
+        placeholder = [token for token in known if token in short]
         places = _places(short, placeholder)
         if len(places) != len(sizes):
             return None
@@ -85,9 +81,6 @@ class Pictures:
                 f"the model's processor does not take {len(sizes)} pictures or clips in one prompt ({error}). Use a "
                 "model that reads several, or rows with one."
             ) from error
-
-    def _placeholders(self) -> list[int]:
-        return [self.processor.tokenizer.convert_tokens_to_ids(token) for token in self._tokens()]
 
     def _tokens(self) -> list[str]:
         """What stands for pictures and clips in a prompt."""
@@ -128,10 +121,9 @@ class Pictures:
 
     def _measured(self, media: Media) -> Size | BadMediaError:
         try:
-            image = open_image(media) if media.kind == "image" else read_frames(media, self.frames)[0]
+            return (open_image(media) if media.kind == "image" else read_frames(media, self.frames)[0]).size
         except BadMediaError as error:
             return error
-        return image.size
 
     def problem(self, media: Sequence[Media], message: str) -> str | None:
         """What is wrong with a row: a file that cannot be read, or a text in which a picture seems to stand."""
@@ -180,17 +172,13 @@ class Pictures:
             )
         import numpy as np
 
-        return [np.stack([np.asarray(frame) for frame in clip]) for clip in clips] if self._arrays else clips
-
-    @property
-    def _arrays(self) -> bool:
-        """Whether clips are wanted as one array each: by the processors of Transformers."""
-        return type(self.processor.video_processor).__name__ != "Frames"
+        if type(self.processor.video_processor).__name__ == "Frames":
+            return clips
+        return [np.stack([np.asarray(frame) for frame in clip]) for clip in clips]  # as Transformers' own take them
 
 
 def _places(ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    wanted = set(tokens)
-    return [place for place, token in enumerate(ids) if token in wanted]
+    return [place for place, token in enumerate(ids) if token in tokens]
 
 
 def _fingerprint(media: Media) -> str:

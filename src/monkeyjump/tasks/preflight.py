@@ -13,15 +13,7 @@ from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import cache
-from monkeyjump.tasks.load import (
-    file_hash,
-    file_of,
-    has_own_validation,
-    load_examples,
-    media_folder,
-    origin,
-    stream_rows,
-)
+from monkeyjump.tasks.load import SplitData, file_hash, load_examples
 from monkeyjump.tasks.media import open_image, read_frames
 from monkeyjump.tasks.task import SPLITS, Example, HubSource, Task
 
@@ -43,10 +35,10 @@ class SplitLook:
     examples: list[Example] = field(default_factory=list)  # the first ones
 
     @classmethod
-    def of(cls, task: Task, split: str, examples: list[Example], complete: bool = True) -> SplitLook:
+    def of(cls, data: SplitData, examples: list[Example], complete: bool = True) -> SplitLook:
         answers = Counter(example.answer for example in examples)
         letters = Counter(example.letter for example in examples if example.letter)
-        return cls(task.name, split, len(examples), complete, answers, letters, examples[:_KEPT])
+        return cls(data.task.name, data.split, len(examples), complete, answers, letters, examples[:_KEPT])
 
     @classmethod
     def from_json(cls, text: bytes) -> SplitLook:
@@ -86,7 +78,7 @@ def look_at(
     looks, problems = [], []
     for task in tasks:
         for split in (split for split in splits if split not in task.absent):
-            look, found = _looked(task, split, data_dir, seed=seed, most=most, streaming=streaming)
+            look, found = _looked(SplitData(task, split, data_dir, seed), most, streaming)
             looks.append(look)
             problems += [problem for problem in found if problem not in problems]  # splits may share a file
     if problems:
@@ -107,33 +99,30 @@ def _by_task(problems: Iterable[str]) -> list[str]:
     return found
 
 
-def _looked(
-    task: Task, split: str, data_dir: Any, *, seed: int, most: int, streaming: bool
-) -> tuple[SplitLook, list[str]]:
+def _looked(data: SplitData, most: int, streaming: bool) -> tuple[SplitLook, list[str]]:
     """The look at a split and its problems. Of a file, a good one is kept, and its examples are those of the work."""
-    source = None if streaming else origin(task, split, data_dir, seed=seed)
-    if source is None or task.media:  # a look that is kept would not tell that a picture is gone
-        return _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=streaming)
+    source = None if streaming else data.origin()
+    if source is None or data.task.media:  # a look that is kept would not tell that a picture is gone
+        return _look_at_rows(data, most, streaming)
     name = cache.key("look", source, most)
     if (content := cache.read(name)) is not None:
         return SplitLook.from_json(bytes(content)), []
     try:
-        examples = load_examples(task, split, data_dir, seed=seed)
+        examples = load_examples(data.task, data.split, data.data_dir, seed=data.seed)
     except ConfigError as error:
-        look, problems = _look_at_rows(task, split, data_dir, seed=seed, most=most, streaming=False)
+        look, problems = _look_at_rows(data, most, streaming=False)
         return look, problems or error.problems  # the bad row may lie beyond those
-    look = SplitLook.of(task, split, examples[:most], complete=len(examples) <= most)
-    if source == origin(task, split, data_dir, seed=seed):
+    look = SplitLook.of(data, examples[:most], complete=len(examples) <= most)
+    if source == data.origin():
         cache.write(name, json.dumps(vars(look) | {"examples": [asdict(one) for one in look.examples]}).encode())
     return look, []
 
 
-def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options: Any) -> tuple[SplitLook, list[str]]:
+def _look_at_rows(data: SplitData, most: int, streaming: bool) -> tuple[SplitLook, list[str]]:
     """A look that goes on after a bad row, so that all of them are known."""
-    good, bad, problems = list[Example](), 0, list[str]()
+    task, good, bad, problems = data.task, list[Example](), 0, list[str]()
     try:
-        rows = stream_rows(task, split, data_dir, **options)
-        folder = media_folder(task, split, data_dir)
+        rows, folder = data.rows(streaming), data.media_folder
         for number, row in islice(rows, most):
             try:
                 example = task.example(row, number, folder)
@@ -146,12 +135,12 @@ def _look_at_rows(task: Task, split: str, data_dir: Any, *, most: int, **options
                 problems += error.problems if bad <= _SHOWN_PROBLEMS else []
         complete = next(rows, None) is None
     except ConfigError as error:
-        return SplitLook.of(task, split, good), [*problems, *error.problems]
+        return SplitLook.of(data, good), [*problems, *error.problems]
     if bad > _SHOWN_PROBLEMS:
-        problems.append(f"task {task.name!r}: {bad - _SHOWN_PROBLEMS} more rows of its {split} split are bad.")
+        problems.append(f"task {task.name!r}: {bad - _SHOWN_PROBLEMS} more rows of its {data.split} split are bad.")
     if not good and not bad:
-        problems.append(f"task {task.name!r}: its {split} split has no rows. {_more_rows(split)}")
-    return SplitLook.of(task, split, good, complete), list(dict.fromkeys(problems))
+        problems.append(data.empty())
+    return SplitLook.of(data, good, complete), list(dict.fromkeys(problems))
 
 
 def _unreadable(example: Example) -> list[str]:
@@ -163,12 +152,6 @@ def _unreadable(example: Example) -> list[str]:
         except ConfigError as error:
             problems += [f"task {example.task!r}: {problem}" for problem in error.problems]
     return problems
-
-
-def _more_rows(split: str) -> str:
-    if split == "validation":
-        return "A twentieth of the training rows is taken for it: add rows, or name a validation file."
-    return "Add rows, or leave the task out."
 
 
 def notes(looks: Sequence[SplitLook]) -> list[str]:
@@ -189,15 +172,15 @@ def origins(tasks: Sequence[Task], looks: Sequence[SplitLook], data_dir: str | P
     by_name = {task.name: task for task in tasks}
     found = []
     for look in looks:
-        task = by_name[look.task]
-        if look.split == "validation" and not has_own_validation(task, data_dir):
+        data = SplitData(by_name[look.task], look.split, data_dir)
+        path, source = data.path, data.task.source
+        if data.stored_split != look.split:
             continue  # a part of train
         known: dict[str, Any] = {"task": look.task, "split": look.split, "rows": look.size, "source": "built in"}
-        path = file_of(task, look.split, data_dir)
         if path is not None:
             known |= {"source": path.name} | ({"sha256": file_hash(path)} if path.is_file() else {})
-        elif isinstance(task.source, HubSource):
-            parts = [task.source.id, task.source.config, task.source.splits.get(look.split), task.source.revision]
-            known["source"] = " ".join(["hub:", *(part for part in parts if part)])
+        elif isinstance(source, HubSource):
+            parts = ["hub:", source.id, source.config, source.splits.get(look.split), source.revision]
+            known["source"] = " ".join(part for part in parts if part)
         found.append(known)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -74,11 +74,9 @@ class Example:
         by_letter = answer_format == "letter" and self.lettered
         return list(LETTERS[: len(self.options)]) if by_letter else list(self.options)
 
-    def prompt(self, answer_format: AnswerFormat, context: str | None = None) -> str:
+    def prompt(self, answer_format: AnswerFormat) -> str:
         """The user's message: context, question, lettered options, and which form of answer is wanted."""
-        context = self.context if context is None else context
-        parts = [context] if context else []
-        parts.append(self.question)
+        parts = [self.context, self.question] if self.context else [self.question]
         if self.lettered:
             parts += [f"{letter}. {option}" for letter, option in zip(LETTERS, self.options, strict=False)]
             parts.append("Answer with the letter." if answer_format == "letter" else "Answer with the option's text.")
@@ -103,11 +101,6 @@ class HubSource:
     group: Callable[[Row], Any] | None = None
     media: str = ""
     unpack: str = ""
-
-    @property
-    def copy_name(self) -> str:
-        """The folder below the data folder that holds a copy of the whole dataset, if there is one."""
-        return self.id.split("/")[-1]
 
 
 @dataclass(frozen=True)
@@ -159,9 +152,6 @@ class Task:
                 f"({', '.join(example.options)}). Correct the row, or the task's options."
             )
         return example
-
-    def examples(self, rows: Iterable[Row]) -> list[Example]:
-        return [self.example(row, number) for number, row in enumerate(rows, start=1)]
 
     def _media(self, row: Row, number: int, folder: Path | None) -> tuple[Media, ...]:
         kind = self.kind(row) if self.kind else self.modality

@@ -8,68 +8,23 @@ split we tune on is carved from train. Columns and label values are the hub's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from monkeyjump.tasks.cells import BadLabelError, Row, listed, lookup, missing, number, pick
-from monkeyjump.tasks.task import LETTERS, Example, HubSource, Metric, Task
+from monkeyjump.tasks.cells import BadLabelError, Row, columns_of, listed, lookup, missing, number, pick
+from monkeyjump.tasks.task import LETTERS, Example, HubSource, Task
 
 _DIGITS = "123456789"
-STSB_VALUES = ("0", "1", "2", "3", "4", "5")
+_TAG = re.compile(r"\s*\[(?:header|title|step|substeps)\]\s*")  # layout of WikiHow rows, not language
+_PAIR = "Sentence 1: {sentence1}\nSentence 2: {sentence2}"
+_NO_YES = ("no", "yes")
 
 
 def _text(row: Row, column: str) -> str:
     return "" if missing(row[column]) else str(row[column]).strip()
 
 
-# -- GLUE ---------------------------------------------------------------------------------------
-
-
-def render_sst2(row: Row) -> Example:
-    return Example(
-        context=f"Review: {_text(row, 'sentence')}",
-        question="What is the sentiment of the review?",
-        options=("negative", "positive"),
-        label=pick(row["label"], (0, 1)),
-    )
-
-
-def render_qnli(row: Row) -> Example:
-    return Example(
-        context=f"Sentence: {_text(row, 'sentence')}",
-        question=f"Does the sentence answer this question: {_text(row, 'question')}",
-        options=("yes", "no"),  # 0 is entailment
-        label=pick(row["label"], (0, 1)),
-    )
-
-
-def render_qqp(row: Row) -> Example:
-    return Example(
-        context=f"Question 1: {_text(row, 'question1')}\nQuestion 2: {_text(row, 'question2')}",
-        question="Do the two questions ask the same thing?",
-        options=("no", "yes"),
-        label=pick(row["label"], (0, 1)),
-    )
-
-
-def render_cola(row: Row) -> Example:
-    return Example(
-        context=f"Sentence: {_text(row, 'sentence')}",
-        question="Is the sentence grammatically acceptable?",
-        options=("no", "yes"),
-        label=pick(row["label"], (0, 1)),
-    )
-
-
-def render_mrpc(row: Row) -> Example:
-    return Example(
-        context=f"Sentence 1: {_text(row, 'sentence1')}\nSentence 2: {_text(row, 'sentence2')}",
-        question="Do the two sentences mean the same?",
-        options=("no", "yes"),
-        label=pick(row["label"], (0, 1)),
-    )
-
-
-def render_stsb(row: Row) -> Example:
+def _stsb(row: Row) -> Example:
     """Six whole-number options; `score` keeps the gold decimal.
 
     Options, not a decimal to be written out: the three ways of scoring then work as for every other task, and the
@@ -80,152 +35,102 @@ def render_stsb(row: Row) -> Example:
     if score is None or not 0 <= score <= 5:
         raise BadLabelError(f"score {value!r} is not a number from 0 to 5")
     return Example(
-        context=f"Sentence 1: {_text(row, 'sentence1')}\nSentence 2: {_text(row, 'sentence2')}",
+        context=_PAIR.format(sentence1=_text(row, "sentence1"), sentence2=_text(row, "sentence2")),
         question="How similar are the two sentences, from 0 (unrelated) to 5 (same meaning)?",
-        options=STSB_VALUES,
+        options=tuple("012345"),
         label=int(score + 0.5),  # half up: 2.5 is nearer to "rather similar"
         score=score,
     )
 
 
-# -- commonsense and question answering ---------------------------------------------------------
+def _boolq(row: Row) -> Example:
+    question, passage = _text(row, "question").rstrip("?"), f"Passage: {_text(row, 'passage')}"
+    label = pick(row["answer"], (False, True))
+    return Example(f"{question[:1].upper()}{question[1:]}?", _NO_YES, label, context=passage)
 
 
-def render_boolq(row: Row) -> Example:
-    question = _text(row, "question").rstrip("?")
-    return Example(
-        context=f"Passage: {_text(row, 'passage')}",
-        question=f"{question[:1].upper()}{question[1:]}?",
-        options=("no", "yes"),
-        label=pick(row["answer"], (False, True)),
-    )
-
-
-def render_piqa(row: Row) -> Example:
-    return Example(
-        question=f"Goal: {_text(row, 'goal')}\nWhich way works?",
-        options=(_text(row, "sol1"), _text(row, "sol2")),
-        label=pick(row["label"], (0, 1)),
-    )
-
-
-def render_social_iqa(row: Row) -> Example:
-    return Example(
-        context=_text(row, "context"),
-        question=_text(row, "question"),
-        options=tuple(_text(row, f"answer{letter}") for letter in "ABC"),
-        label=pick(row["label"], ("1", "2", "3")),
-    )
-
-
-_TAG = re.compile(r"\s*\[(?:header|title|step|substeps)\]\s*")
-
-
-def _untag(text: str) -> str:
-    """WikiHow rows carry [header], [title], [step] marks; they are layout, not language."""
-    return _TAG.sub(" ", text).strip()
-
-
-def render_hellaswag(row: Row) -> Example:
-    endings = tuple(_untag(ending) for ending in listed(row["endings"], "endings"))
+def _hellaswag(row: Row) -> Example:
+    context, *endings = (_TAG.sub(" ", str(text)).strip() for text in (row["ctx"], *listed(row["endings"], "endings")))
     label = pick(row["label"], range(len(endings)))
-    question = "How does this go on?"
-    return Example(context=_untag(_text(row, "ctx")), question=question, options=endings, label=label, cut="start")
+    return Example("How does this go on?", tuple(endings), label, context=context, cut="start")
 
 
-def render_winogrande(row: Row) -> Example:
-    return Example(
-        question=f"{_text(row, 'sentence')}\nWhat fits the blank?",
-        options=(_text(row, "option1"), _text(row, "option2")),
-        label=pick(row["answer"], ("1", "2")),
-    )
-
-
-def _choices(row: Row, question: str) -> Example:
+def _choices(column: str) -> Callable[[Row], Example]:
     """ARC and OpenBookQA: choices with labels of their own, A-E in most rows, 1-5 in some; ours are always letters."""
-    options = tuple(str(text).strip() for text in listed(lookup(row, "choices.text"), "choices.text"))
-    names = [str(label).strip() for label in listed(lookup(row, "choices.label"), "choices.label")]
-    key = str(row["answerKey"]).strip()
-    if key not in names:  # a key of the other alphabet, seen in copies of ARC
-        swapped = dict(zip(_DIGITS + LETTERS[:9], LETTERS[:9] + _DIGITS, strict=True))
-        key = swapped.get(key, key) if swapped.get(key) in names else key
-    return Example(question=question, options=options, label=pick(key, names))
+
+    def render(row: Row) -> Example:
+        options, names = (
+            [str(entry).strip() for entry in listed(lookup(row, path), path)]
+            for path in ("choices.text", "choices.label")
+        )
+        key = str(row["answerKey"]).strip()
+        if key not in names:  # a key of the other alphabet, seen in copies of ARC
+            swapped = dict(zip(_DIGITS + LETTERS[:9], LETTERS[:9] + _DIGITS, strict=True))
+            key = swapped.get(key, key) if swapped.get(key) in names else key
+        return Example(_text(row, column), tuple(options), pick(key, names))
+
+    return render
 
 
-def render_arc(row: Row) -> Example:
-    return _choices(row, _text(row, "question"))
+def _ask(
+    context: str, question: str, options: tuple[str, ...], answer: str = "label", labels: Sequence[Any] = (0, 1)
+) -> dict[str, Any]:
+    """What a task of templates is: how its rows are rendered, the columns it reads, and options if they never change.
+
+    `labels` are the values of the column `answer`, in the order of the options.
+    """
+    columns = list(dict.fromkeys(columns_of("".join((context, question, *options)))))
+    fixed = None if columns_of("".join(options)) else options
+
+    def render(row: Row) -> Example:
+        texts = {column: _text(row, column) for column in columns}
+        offered = fixed or tuple(option.format_map(texts) for option in options)
+        return Example(question.format_map(texts), offered, pick(row[answer], labels), context.format_map(texts))
+
+    return {"render": render, "fields": (*columns, answer), "options": fixed}
 
 
-def render_openbookqa(row: Row) -> Example:
-    return _choices(row, _text(row, "question_stem"))
+def _own(render: Callable[[Row], Example], fields: str, options: tuple[str, ...] | None = None) -> dict[str, Any]:
+    return {"render": render, "fields": tuple(fields.split()), "options": options}
 
 
-# -- the rows -----------------------------------------------------------------------------------
-
-_NO_YES = ("no", "yes")
-_OFFICIAL_TEST = {"train": "train", "test": "test"}  # gold is public
-
-
-def _glue(
-    name: str,
-    render: Callable[[Row], Example],
-    fields: str,
-    options: tuple[str, ...],
-    description: str,
-    metric: Metric = "accuracy",
-) -> Task:
-    source = HubSource("nyu-mll/glue", name)
-    return Task(name, "glue", render, tuple(fields.split()), source, options, metric, description=description)
+def _glue(name: str, description: str, *asked: Any, **how: Any) -> Task:
+    how = how or _ask(*asked)
+    return Task(name, "glue", source=HubSource("nyu-mll/glue", name), description=description, **how)
 
 
-def _qa(
-    name: str,
-    render: Callable[[Row], Example],
-    fields: str,
-    source: HubSource,
-    description: str,
-    options: tuple[str, ...] | None = None,
-) -> Task:
-    return Task(name, "commonsense", render, tuple(fields.split()), source, options, description=description)
+def _qa(name: str, hub: str, description: str, **asked: Any) -> Task:
+    """`hub` is "owner/name configuration"; the official test split is used where its gold is public."""
+    id, _, config = hub.partition(" ")
+    test = "test" if id in ("allenai/ai2_arc", "allenai/openbookqa") else "validation"
+    source = HubSource(id, config or None, splits={"train": "train", "test": test})
+    return Task(name, "commonsense", source=source, description=description, **asked)
 
 
-def _arc(name: str, config: str) -> Task:
-    source = HubSource("allenai/ai2_arc", config, splits=_OFFICIAL_TEST)
-    return _qa(name, render_arc, "question choices answerKey", source, f"school science questions ({config})")
-
+_SENTENCE, _QUESTIONS = "Sentence: {sentence}", "Question 1: {question1}\nQuestion 2: {question2}"
+_ENTAILED = "Does the sentence answer this question: {question}"
+_STSB = {"metric": "spearman", **_own(_stsb, "sentence1 sentence2 score|label", tuple("012345"))}
+_ARC = _own(_choices("question"), "question choices answerKey")
+_BOOK = _own(_choices("question_stem"), "question_stem choices answerKey")
+_SOLUTIONS = _ask("", "Goal: {goal}\nWhich way works?", ("{sol1}", "{sol2}"))
+_SOCIAL = _ask("{context}", "{question}", ("{answerA}", "{answerB}", "{answerC}"), "label", ("1", "2", "3"))
+_BLANK = _ask("", "{sentence}\nWhat fits the blank?", ("{option1}", "{option2}"), "answer", ("1", "2"))
+_REVIEW = ("Review: {sentence}", "What is the sentiment of the review?", ("negative", "positive"))
 
 TEXT_TASKS: tuple[Task, ...] = (
-    _glue("sst2", render_sst2, "sentence label", ("negative", "positive"), "sentiment of film reviews"),
-    _glue("qnli", render_qnli, "question sentence label", ("yes", "no"), "does the sentence answer the question"),
-    _glue("qqp", render_qqp, "question1 question2 label", _NO_YES, "duplicate questions"),
-    _glue("cola", render_cola, "sentence label", _NO_YES, "linguistic acceptability"),
-    _glue("mrpc", render_mrpc, "sentence1 sentence2 label", _NO_YES, "paraphrases"),
-    _glue("stsb", render_stsb, "sentence1 sentence2 score|label", STSB_VALUES, "semantic similarity", "spearman"),
-    _qa("boolq", render_boolq, "question passage answer", HubSource("google/boolq"), "yes/no reading", _NO_YES),
+    _glue("sst2", "sentiment of film reviews", *_REVIEW),
+    _glue("qnli", "does the sentence answer the question", _SENTENCE, _ENTAILED, ("yes", "no")),  # 0 is entailment
+    _glue("qqp", "duplicate questions", _QUESTIONS, "Do the two questions ask the same thing?", _NO_YES),
+    _glue("cola", "linguistic acceptability", _SENTENCE, "Is the sentence grammatically acceptable?", _NO_YES),
+    _glue("mrpc", "paraphrases", _PAIR, "Do the two sentences mean the same?", _NO_YES),
+    _glue("stsb", "semantic similarity", **_STSB),
+    _qa("boolq", "google/boolq", "yes/no reading", **_own(_boolq, "question passage answer", _NO_YES)),
     # the original piqa and social_i_qa are loading scripts, which `datasets` no longer runs: these are parquet copies
-    _qa("piqa", render_piqa, "goal sol1 sol2 label", HubSource("baber/piqa"), "physical commonsense"),
-    _qa(
-        "social_iqa",
-        render_social_iqa,
-        "context question answerA answerB answerC label",
-        HubSource("lighteval/siqa"),
-        "social commonsense",
-    ),
-    _qa("hellaswag", render_hellaswag, "ctx endings label", HubSource("Rowan/hellaswag"), "sentence completion"),
-    _qa(
-        "winogrande",
-        render_winogrande,
-        "sentence option1 option2 answer",
-        HubSource("allenai/winogrande", "winogrande_xl"),
-        "pronoun resolution",
-    ),
-    _arc("arc_easy", "ARC-Easy"),
-    _arc("arc_challenge", "ARC-Challenge"),
-    _qa(
-        "openbookqa",
-        render_openbookqa,
-        "question_stem choices answerKey",
-        HubSource("allenai/openbookqa", "main", splits=_OFFICIAL_TEST),
-        "elementary science with common knowledge",
-    ),
+    _qa("piqa", "baber/piqa", "physical commonsense", **_SOLUTIONS),
+    _qa("social_iqa", "lighteval/siqa", "social commonsense", **_SOCIAL),
+    _qa("hellaswag", "Rowan/hellaswag", "sentence completion", **_own(_hellaswag, "ctx endings label")),
+    _qa("winogrande", "allenai/winogrande winogrande_xl", "pronoun resolution", **_BLANK),
+    _qa("arc_easy", "allenai/ai2_arc ARC-Easy", "school science questions (ARC-Easy)", **_ARC),
+    _qa("arc_challenge", "allenai/ai2_arc ARC-Challenge", "school science questions (ARC-Challenge)", **_ARC),
+    _qa("openbookqa", "allenai/openbookqa main", "elementary science with common knowledge", **_BOOK),
 )

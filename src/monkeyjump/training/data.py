@@ -15,8 +15,7 @@ from monkeyjump.tasks import Task
 from monkeyjump.tasks.batches import BatchSampler, bucket_sizes, by_tokens
 from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
 from monkeyjump.tasks.encode import Encoder
-from monkeyjump.tasks.mixture import Mixture
-from monkeyjump.tasks.streaming import StreamingMixture
+from monkeyjump.tasks.mixture import Mixture, StreamingMixture
 from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
@@ -51,7 +50,7 @@ def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, fast: FastS
     if data.packing and any(task.modality != "text" for task in tasks):
         raise ConfigError("data.packing=true: rows with pictures or clips are not packed. Set data.packing=false.")
     if data.streaming:
-        items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, repeat=True, seed=recipe.seed)
+        items = StreamingMixture(tasks, encoder, data.folder, weights=data.weights, seed=recipe.seed)
         # lengths are not known before they come: full, half and quarter length
         sizes = bucket_sizes([-(-data.max_length // part) for part in (4, 2, 1)], count=3)
         return _padded(recipe, encoder, items, None, sizes if fast.few_shapes else ())

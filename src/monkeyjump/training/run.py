@@ -16,8 +16,8 @@ from transformers import set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.run import EvaluationReport, encode_pictures, evaluate
+from monkeyjump.evaluation.score import Memory
 from monkeyjump.tasks import Task, expand
 from monkeyjump.tasks.preflight import SplitLook, look_at, origins
 from monkeyjump.tasks.task import SPLITS

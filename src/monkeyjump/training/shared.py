@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from peft.utils import ModulesToSaveWrapper
 
-from monkeyjump.evaluation.memory import Memory
+from monkeyjump.evaluation.score import Memory
 from monkeyjump.models import load_model
 from monkeyjump.training.recipe import Recipe
 
