@@ -51,7 +51,7 @@ def test_agreement_is_measured_in_units_of_noise() -> None:
 
 def test_the_verb(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [
-        "tasks=[opinion,shelf]",
+        "tasks=[opinion,tense]",
         f"model={tiny}",
         "adapter.init_tokens=200",
         "data.cap=24",

@@ -75,7 +75,11 @@ def test_adapters_that_come_and_go_leave_nothing_behind() -> None:
     names = Counter(name.split(".")[-1] for name, _ in model.named_modules())
 
     def come_and_go(number: int) -> None:
-        kind = [{}, {"router": "linear", "placement": "projection", "shared_modules": None}, {"adapter": "propulsion"}]
+        kind: list[dict[str, Any]] = [
+            {},
+            {"router": "linear", "placement": "projection", "shared_modules": None},
+            {"adapter": "propulsion"},
+        ]
         model.add_adapter(f"other-{number}", mj.MonkeyJumpConfig(**CONFIG, **kind[number % 3]))
         model.set_adapter(f"other-{number}")
         model(**batch).loss.backward()
