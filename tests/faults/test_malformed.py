@@ -22,11 +22,14 @@ from safetensors import SafetensorError
 
 from monkeyjump import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.load import load_adapter
 from monkeyjump.experiments.study import load_study
+from monkeyjump.models import load_model
 from monkeyjump.tasks import load_examples
 from monkeyjump.tasks.task_file import load_task_file
 from monkeyjump.training.recipe import load_recipe, recipe_from
 from tests.helpers import tiny_llama
+from tests.tiny_folder import save_tiny_model
 
 COUNT = int(os.environ.get("MONKEYJUMP_FUZZ", "60"))
 LONGEST = 5.0  # seconds for one input
@@ -280,3 +283,34 @@ def test_adapter_folders_of_strangers(tmp_path: Path) -> None:
             found.unload()
 
         clean(load, (name, broken[:300]))
+
+
+def test_adapter_folders_of_strangers_through_the_verbs(tmp_path: Path) -> None:
+    """`load_adapter` has one kind of error, whatever is wrong, and reads no pickle."""
+    rng, home, refused = random.Random(4), save_tiny_model(tmp_path / "tiny"), 0
+    base = load_model(str(home))
+    model = get_peft_model(base[0], MonkeyJumpConfig(target_modules=["q_proj", "k_proj", "v_proj"]))
+    model.save_pretrained(str(tmp_path / "bad"))
+    bad, base = tmp_path / "bad", (model.unload(), base[1])
+    recipe = {"model": str(home), "tasks": ["opinion"], "data": {"folder": None}}
+    origin = {"base": {"name": "tiny", "architecture": "Llama", "parameters": 3}, "task_ids": {"opinion": 0}}
+    (bad / "recipe.json").write_text(json.dumps(recipe | {"origin": origin}))
+    files = {
+        name: (bad / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors", "recipe.json")
+    }
+
+    def load() -> None:
+        load_adapter(bad, loaded=base)[0].unload()
+
+    for _ in range(max(10, COUNT // 4)):
+        for name, content in files.items():
+            (bad / name).write_bytes(content)
+        name = rng.choice(list(files))
+        (bad / name).write_bytes(broken := mutated(files[name], rng))
+        refused += clean(load, (name, broken[:300]))
+    assert refused > COUNT / 20
+    for name, content in files.items():
+        (bad / name).write_bytes(content)
+    (bad / "adapter_model.safetensors").rename(bad / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"adapter_model.bin, a pickle, which may run code"):
+        load_adapter(bad, loaded=base)

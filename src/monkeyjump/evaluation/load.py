@@ -86,7 +86,12 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
         hint = f" Did you mean {str(inside.parent)!r}?" if inside else ""
         kind = "holds a whole model, not an adapter" if (folder / "config.json").is_file() else "holds no adapter"
         raise _problem(f"{str(folder)!r} {kind} (no adapter_config.json).{hint}")
-    if not any((folder / f"adapter_model.{ending}").is_file() for ending in ("safetensors", "bin")):
+    if not (folder / "adapter_model.safetensors").is_file():
+        if (folder / "adapter_model.bin").is_file():
+            raise _problem(
+                f"{str(folder)!r} has its weights in adapter_model.bin, a pickle, which may run code when it is read. "
+                "Save it as safetensors where you trust it."
+            )
         raise _problem(
             f"{str(folder)!r} has a configuration but no weights (adapter_model.safetensors). Save it again."
         )
@@ -96,7 +101,7 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
 def _json_file(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _problem(f"{str(path)!r} cannot be read ({error}): it is damaged. Save the adapter again.") from error
     if not isinstance(content, dict):
         raise _problem(f"{str(path)!r} is not a JSON object: it is damaged. Save the adapter again.")
