@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from monkeyjump.analysis.probes import pooled
 from monkeyjump.analysis.sample import Batch, Collection, Reservoir, Sample, spread
 from monkeyjump.analysis.usage import ExpertUsage, task_information
+from monkeyjump.evaluation.forward import evaluating
 from monkeyjump.routing.granularity import IGNORE, KINDS
 from monkeyjump.tuner.call import hidden_states
 from monkeyjump.tuner.centers.sample import forward_inputs
@@ -191,7 +192,6 @@ class Collector(RoutingTrace):
         return ExpertUsage(loads, known, entropy, information)
 
 
-@torch.no_grad()
 def collect(
     model: nn.Module,
     batches: Mapping[str, Rows | Sequence[Batch]],
@@ -207,14 +207,13 @@ def collect(
     """
     batches = {task: some for task, some in batches.items() if len(some)}  # a task without a row went nowhere
     collector = Collector(model, list(batches), sample, probed, seed)
-    context, was_training = collector.context, model.training
-    device = next(model.parameters()).device
+    context, device = collector.context, next(model.parameters()).device
     outer, context.trace = context.trace, collector
     handles = collector.listeners()
-    model.eval()
+    pairs = ((task, batch) for task, task_batches in enumerate(batches.values()) for batch in task_batches)
     try:
-        for task, task_batches in enumerate(batches.values()):
-            for batch in task_batches:
+        with evaluating(model):
+            for task, batch in pairs:
                 inputs = forward_inputs(context.base, batch, device)
                 # prompt_lengths say where prompts end; labels say it too, but they ask for the logits of all tokens
                 known = "prompt_lengths" in inputs and not context.encoder_decoder
@@ -224,7 +223,6 @@ def collect(
                 progress(len(batch["input_ids"]))
     finally:
         context.trace = outer
-        model.train(was_training)
         for handle in handles:
             handle.remove()
     return collector.result()

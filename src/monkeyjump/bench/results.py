@@ -47,10 +47,10 @@ def settings_from(options: Namespace) -> Settings:
 
 def measure(settings: Settings, tell: Callable[[Row], None]) -> tuple[BenchRecord, list[Table]]:
     """Run a benchmark; `tell` hears of every row as soon as it is there."""
-    module, folder = import_module(f"monkeyjump.bench.{settings.verb}"), output_folder(settings)
+    module, folder = import_module(f"monkeyjump.bench.{settings.verb}"), settings.folder
     measurements = module.measurements(settings)
     config = {name: getattr(settings, name) for name in VERBS[settings.verb].options.split() if name != "output"}
-    record = BenchRecord(folder, _name(settings), config, getattr(module, "SAME", ("mode",)))
+    record = BenchRecord(folder, settings.name, config, getattr(module, "SAME", ("mode",)))
     hold = (settings.hold or settings.jobs) if settings.jobs else 1  # in one process, one variant at a time
     turns = Turns(settings.jobs, hold, settings.compile_timeout, folder / "logs", settings.rounds)
     with closing(turns.rows(measurements)) as rows:
@@ -64,14 +64,6 @@ def measure(settings: Settings, tell: Callable[[Row], None]) -> tuple[BenchRecor
     record.save()
     title = getattr(module, "TITLE", "Bench {verb}, {shape}, {batch} x {tokens} tokens").format(**vars(settings))
     return record, result_tables(shown, title, module.COLUMNS, getattr(module, "TABLE_FOR_EACH", ("mode",)))
-
-
-def _name(settings: Settings) -> str:
-    return f"bench-{settings.verb}" + (f"-{settings.shape}" if settings.verb != "ops" else "")
-
-
-def output_folder(settings: Settings) -> Path:
-    return Path(settings.output or f"runs/{_name(settings)}")
 
 
 class BenchRecord:

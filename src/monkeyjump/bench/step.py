@@ -17,7 +17,7 @@ from monkeyjump.bench.results import bytes_in_words, milliseconds, ratio
 from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.bench.variants import build, plain_model, random_ids, skip_masks
-from monkeyjump.training.fused_loss import FusedLoss, liger_kernel, torch_kernel
+from monkeyjump.training.fused_loss import FusedLoss, liger_kernel, linear_cross_entropy
 
 COLUMNS = [
     ("variant", "variant", str),
@@ -50,7 +50,7 @@ class StepRun(runs.ModesRun):
         self.built = build(variant, settings, base)
         self.switched_on = ExitStack()  # for as long as this process lives
         if settings.fused_loss != "off":
-            kernel = liger_kernel if settings.fused_loss == "liger" else torch_kernel
+            kernel = liger_kernel if settings.fused_loss == "liger" else linear_cross_entropy
             self.switched_on.enter_context(FusedLoss(self.built.model, kernel).installed())
         generator = torch.Generator(device=self.device).manual_seed(settings.seed)
         self.labels = random_ids(base, settings, generator)  # [B, T]

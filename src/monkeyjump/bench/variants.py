@@ -112,22 +112,14 @@ def random_ids(model: Any, workload: Settings, generator: torch.Generator) -> to
 
 def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     """A variant on its random model (or on `model`), in training mode, its adapters off their start."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     from monkeyjump.tuner.model import require_context
 
     base = plain_model(workload) if model is None else model
     adapted, context = base, None
     if method in (PEFT_LORA, PEFT_LORA_LOW):
-        rank = workload.rank or 2
-        config = LoraConfig(
-            r=rank,
-            # the scale of ours, 5 / 2, at every rank; declared an int, used as a number
-            lora_alpha=5 * rank / 2,  # type: ignore[arg-type]
-            lora_dropout=workload.dropout,
-            target_modules=list(workload.targets),
-            task_type="CAUSAL_LM",
-        )
+        config = peft_lora(adapter_settings(workload))
         adapted = get_peft_model(base, config, autocast_adapter_dtype=method == PEFT_LORA)
     elif method != FLOOR:
         adapted = get_peft_model(base, method_config(method, workload))
@@ -143,12 +135,26 @@ def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     return built
 
 
+def adapter_settings(workload: Settings) -> dict[str, Any]:
+    """What every method has in common; the scale is 5 / 2 at every rank."""
+    rank = {} if workload.rank is None else {"r": workload.rank, "alpha": 2.5 * workload.rank}
+    return {"target_modules": list(workload.targets), "dropout": workload.dropout, **rank}
+
+
+def peft_lora(common: dict[str, Any]) -> Any:
+    """PEFT's LoRA with these settings."""
+    from peft import LoraConfig
+
+    rank, dropout = common.get("r", 2), common["dropout"]
+    alpha: Any = 2.5 * rank  # declared an int, used as a number
+    named = common["target_modules"]
+    return LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=named, task_type="CAUSAL_LM")
+
+
 def method_config(method: str, workload: Settings) -> Any:
     from monkeyjump import methods
 
-    settings: dict[str, Any] = {"target_modules": list(workload.targets), "dropout": workload.dropout}
-    if workload.rank is not None:
-        settings.update(r=workload.rank, alpha=2.5 * workload.rank)
+    settings = adapter_settings(workload)
     if method.startswith("mj"):
         settings["center_init"] = "random_normalized"  # needs no data
     return methods.build(method, "mj_paper", **{**settings, **workload.overrides})

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         record, tables = results.measure(settings, _tell)
     except KeyboardInterrupt:
-        print(f"\nstopped; what was measured is in {results.output_folder(settings)}.")
+        print(f"\nstopped; what was measured is in {settings.folder}.")
         return 130
     for table in tables:
         table.show()

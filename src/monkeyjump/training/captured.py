@@ -59,11 +59,10 @@ def captured(model: Any, parts: list[Any], new_graph: Callable[[], Graph] | None
     new_graph = new_graph or partial(CudaGraph, Memory())
     report, context = CaptureReport(), find_context(model)
     before = [vars(part).get("_compiled_call_impl") for part in parts]
-    if managed(model):
-        report.others["weights are gathered for every call"] += 1
-        parts = []
-    if any(getattr(module, "per_token", False) for module in model.modules()):
-        report.others["AdaLoRA counts the tokens of its experts"] += 1
+    counted = any(getattr(module, "per_token", False) for module in model.modules())
+    if managed(model) or counted:
+        reason = "AdaLoRA counts the tokens of its experts" if counted else "weights are gathered for every call"
+        report.others[reason] += 1
         parts = []
     for part, call in zip(parts, before, strict=False):
         stack = Stack(part, call or part._call_impl, context, new_graph)

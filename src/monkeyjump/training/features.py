@@ -8,6 +8,7 @@ so that the two are kept apart.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,7 +72,8 @@ class Features:
         name = PIXELS[media.kind]
         sent = {key: value.to(self.device) for key, value in given.items()}
         make = self.inner.get_image_features if media.kind == "image" else self.inner.get_video_features
-        others = {key: sent[key] for key in given if key != name and key in _parameters(make)}
+        taken = inspect.signature(make).parameters
+        others = {key: sent[key] for key in given if key != name and key in taken}
         found = make(sent[name], **others, **({} if self.takes_them else {"return_dict": True}))
         if getattr(found, "deepstack_features", None) is not None:
             raise ConfigError(
@@ -159,12 +161,6 @@ def _passing(compute: Any, pixels: str, width: int, listed: bool) -> Any:
         return SimpleNamespace(pooler_output=[given] if listed else given if given.dim() == 3 else given[None])
 
     return features
-
-
-def _parameters(function: Any) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(function).parameters)
 
 
 def _fingerprint(inner: Any, projector_may_learn: bool) -> str:

@@ -25,17 +25,15 @@ def locked(folder: Path) -> Iterator[None]:
 
     lock = FileLock(writable_folder(folder, "output") / ".lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
             f"output={str(folder)!r}: another process trains in this folder. Wait for its end, or choose another "
             "folder with output=DIR.",
             title="folder in use",
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, overwrite: bool) -> Path | None:

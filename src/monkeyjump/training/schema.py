@@ -11,7 +11,6 @@ from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema
 
 from monkeyjump.checked import Section
 from monkeyjump.tasks.task_file import TaskFile
@@ -57,19 +56,13 @@ def task_schema() -> Schema:
     return found
 
 
-class _Untitled(GenerateJsonSchema):
-    """Leaves out titles such as "Max Length", which say no more than the key."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
 def _model_schema(model: type[Section], title: str) -> Schema:
-    found = _changed(
-        model.model_json_schema(schema_generator=_Untitled),
-        lambda part: {_LIMITS.get(key, key): value for key, value in part.items()},
-    )
-    return {"$schema": _DRAFT, **found, "title": title}
+    """Without titles such as "Max Length", which say no more than the key."""
+
+    def plain(part: Schema) -> Schema:
+        return {_LIMITS.get(key, key): value for key, value in part.items() if (key, type(value)) != ("title", str)}
+
+    return {"$schema": _DRAFT, **_changed(model.model_json_schema(), plain), "title": title}
 
 
 def _changed(node: Any, change: Callable[[Schema], Schema]) -> Any:
