@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -30,7 +30,7 @@ Number = Annotated[float, Field(strict=False), BeforeValidator(_no_bool)]  # YAM
 M = TypeVar("M", bound=Section)
 
 
-def validated(model: type[M], content: Mapping[str, Any], title: str, check: Callable[[M], list[str]]) -> M:
+def validated(model: type[M], content: Any, title: str, check: Callable[[M], list[str]] = lambda _: []) -> M:
     """The content as a `model`; `check` finds what single keys cannot show. All problems are one `ConfigError`."""
     try:
         found = model.model_validate(content)

@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from monkeyjump.config_rules import is_int, value_problems
+from monkeyjump.config_rules import broken, is_int, value_problems
 from monkeyjump.registry import ADAPTERS, did_you_mean
 
 if TYPE_CHECKING:
@@ -53,89 +53,74 @@ def _module_problems(config: MonkeyJumpConfig) -> list[str]:
             re.compile(pattern if isinstance(pattern, str) else "")
         except re.error as error:
             found.append(f"{name}={pattern!r} is no regular expression ({error}): correct it, or list module names.")
-    shared, targets = config.shared_modules, config.target_modules
-    if isinstance(targets, list) and shared:
-        for name in shared:
-            if name not in targets and not any(t.endswith(f".{name}") or name.endswith(f".{t}") for t in targets):
-                found.append(
-                    f"shared_modules names {name!r}, which is not among target_modules={targets}: "
-                    f"add it to target_modules or take it out.{did_you_mean(name, targets)}"
-                )
-        if set(targets) <= set(shared) and config.layers_to_route != []:
-            found.append(
-                f"shared_modules={shared} holds every target, so nothing is left to route: "
-                "take at least one out, or set layers_to_route=[] for adapters that are always on."
-            )
-    if isinstance(targets, str) and config.layers_to_transform is not None:
-        found.append(
-            f"layers_to_transform={config.layers_to_transform} has no effect on a target_modules pattern: "
-            "list module names, or put the block numbers into the pattern."
-        )
-    if config.layers_pattern and config.layers_to_transform is None:
-        found.append(
-            f"layers_pattern={config.layers_pattern!r} has no effect without layers_to_transform: "
-            "give the block numbers, or take it out."
-        )
-    return found
+    shared, targets = config.shared_modules or [], config.target_modules
+    listed = targets if isinstance(targets, list) else []
+    found += [
+        f"shared_modules names {name!r}, which is not among target_modules={targets}: add it to target_modules or take "
+        f"it out.{did_you_mean(name, listed)}"
+        for name in shared
+        if listed and not any(t == name or t.endswith(f".{name}") or name.endswith(f".{t}") for t in listed)
+    ]
+    return found + broken(
+        {
+            f"shared_modules={shared} holds every target, so nothing is left to route: take at least one out, or set "
+            "layers_to_route=[] for adapters that are always on.": (
+                listed and set(listed) <= set(shared) and config.layers_to_route != []
+            ),
+            f"layers_to_transform={config.layers_to_transform} has no effect on a target_modules pattern: list module "
+            "names, or put the block numbers into the pattern.": (
+                isinstance(targets, str) and config.layers_to_transform is not None
+            ),
+            f"layers_pattern={config.layers_pattern!r} has no effect without layers_to_transform: give the block "
+            "numbers, or take it out.": config.layers_pattern and config.layers_to_transform is None,
+        }
+    )
 
 
 def _routing_problems(config: MonkeyJumpConfig) -> list[str]:
-    found = []
-    if config.top_k is None and config.router not in LEARNED_ROUTERS and config.placement != "nested":
-        found.append(f"top_k=None (all experts) needs a learned router, not router={config.router!r}: give a number.")
-    if config.expert_unit == "rank" and (config.learns_router or config.placement != "block"):
-        found.append(
-            f"expert_unit='rank' is for experts without router parameters, not for router={config.router!r} with "
-            f"placement={config.placement!r}: use router='centroid' and placement='block', or drop it."
-        )
-    if config.expert_unit == "rank" and config.adapter not in RANKED:
-        found.append(
-            f"adapter={config.adapter!r} has no ranks that expert_unit='rank' could make experts of: use one of "
-            f"{', '.join(RANKED)}, or expert_unit='adapter'."
-        )
-    if config.mean_gate is not None and not config.uses_centers:
-        found.append(f"mean_gate={config.mean_gate} scales the gates of centres, which this routing has not: drop it.")
-    if config.learns_router and config.granularity != "token":
-        found.append(
-            f"router={config.router!r} decides token by token: granularity={config.granularity!r} needs "
-            "router='centroid'; use granularity='token'."
-        )
-    return found
+    ranks = config.expert_unit == "rank"
+    rules = {
+        f"top_k=None (all experts) needs a learned router, not router={config.router!r}: give a number.": (
+            config.top_k is None and config.router not in LEARNED_ROUTERS and config.placement != "nested"
+        ),
+        f"expert_unit='rank' is for experts without router parameters, not for router={config.router!r} with "
+        f"placement={config.placement!r}: use router='centroid' and placement='block', or drop it.": (
+            ranks and (config.learns_router or config.placement != "block")
+        ),
+        f"adapter={config.adapter!r} has no ranks that expert_unit='rank' could make experts of: use one of "
+        f"{', '.join(RANKED)}, or expert_unit='adapter'.": ranks and config.adapter not in RANKED,
+        f"mean_gate={config.mean_gate} scales the gates of centres, which this routing has not: drop it.": (
+            config.mean_gate is not None and not config.uses_centers
+        ),
+        f"router={config.router!r} decides token by token: granularity={config.granularity!r} needs router='centroid'; "
+        "use granularity='token'.": config.learns_router and config.granularity != "token",
+    }
+    return broken(rules)
 
 
 def _mixture_problems(config: MonkeyJumpConfig) -> list[str]:
     """What several experts on a projection, whole feed-forwards (MixLoRA) and nested ranks (MoRE) ask for."""
-    found = []
-    counts = config.experts if isinstance(config.experts, list) else [config.experts]
-    mixture = config.placement in ("projection", "ffn")
-    if mixture and config.router not in (*LEARNED_ROUTERS, "uniform"):
-        found.append(
-            f"placement={config.placement!r} has no centres, so router={config.router!r} cannot serve it: "
-            "set router='linear' or 'sigmoid' (learned), 'lime', or 'uniform' (the control)."
-        )
-    if mixture and is_int(config.top_k) and config.top_k > min(counts) and config.router != "uniform":  # type: ignore[operator]
-        found.append(
-            f"top_k={config.top_k} exceeds the {min(counts)} experts of some block (experts={config.experts!r}): "
-            f"use top_k={min(counts)} or fewer, or more experts there."
-        )
-    if config.router == "lime" and (config.adapter, config.placement) != ("lime", "projection"):
-        found.append(
-            f"router='lime' reads the outputs of adapter='lime' with placement='projection', not of "
-            f"adapter={config.adapter!r} with placement={config.placement!r}: use methods.build('lime')."
-        )
-    if config.placement == "ffn" and config.router == "sigmoid":
-        found.append(
-            "router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "
-            "router='linear'."
-        )
-    if config.placement == "ffn" and config.router == "linear" and not config.renormalize:
-        found.append(
-            "renormalize=False would shrink the feed-forward itself, whose outputs placement='ffn' mixes: set "
-            "renormalize=True, so that the weights sum to 1."
-        )
-    if config.placement == "nested" and config.adapter not in RANKED:
-        found.append(
-            f"adapter={config.adapter!r} has no ranks that placement='nested' could choose from: use one of "
-            f"{', '.join(RANKED)}."
-        )
-    return found
+    fewest = min(config.experts) if isinstance(config.experts, list) else config.experts
+    router, placement, top_k = config.router, config.placement, config.top_k
+    mixture = placement in ("projection", "ffn")
+    rules = {
+        f"placement={placement!r} has no centres, so router={router!r} cannot serve it: set router='linear' or "
+        "'sigmoid' (learned), 'lime', or 'uniform' (the control).": (
+            mixture and router not in (*LEARNED_ROUTERS, "uniform")
+        ),
+        f"top_k={top_k} exceeds the {fewest} experts of some block (experts={config.experts!r}): use top_k={fewest} or "
+        "fewer, or more experts there.": mixture and is_int(top_k) and (top_k or 0) > fewest and router != "uniform",
+        f"router='lime' reads the outputs of adapter='lime' with placement='projection', not of "
+        f"adapter={config.adapter!r} with placement={placement!r}: use methods.build('lime').": (
+            router == "lime" and (config.adapter, placement) != ("lime", "projection")
+        ),
+        "router='sigmoid' gives no shares, which placement='ffn' needs to mix whole feed-forwards: use "
+        "router='linear'.": placement == "ffn" and router == "sigmoid",
+        "renormalize=False would shrink the feed-forward itself, whose outputs placement='ffn' mixes: set "
+        "renormalize=True, so that the weights sum to 1.": (
+            placement == "ffn" and router == "linear" and not config.renormalize
+        ),
+        f"adapter={config.adapter!r} has no ranks that placement='nested' could choose from: use one of "
+        f"{', '.join(RANKED)}.": placement == "nested" and config.adapter not in RANKED,
+    }
+    return broken(rules)

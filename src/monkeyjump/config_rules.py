@@ -110,6 +110,11 @@ def value_problems(values: Mapping[str, Any], settings: Mapping[str, Field[Any]]
     return [f"{name}={values[name]!r} {words}" for name, words in told.items() if words]
 
 
+def broken(rules: Mapping[str, object]) -> list[str]:
+    """The problems of a table in which each has the condition that it is one."""
+    return [problem for problem, found in rules.items() if found]
+
+
 def described(settings: Iterable[Field[Any]]) -> str:
     """The reference of those that are settings: name, default and help."""
     own = [each for each in settings if "problem" in each.metadata]

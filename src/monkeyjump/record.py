@@ -195,6 +195,17 @@ def free_path(path: str | Path, *endings: str) -> Path:
     return next(p for p in numbered(path) if not any(os.path.lexists(f"{p}{ending}") for ending in endings or ("",)))
 
 
+def output_path(asked: str | None, default: Path, *endings: str) -> Path:
+    """Where results go: a name that nothing has yet. One that was asked for and is taken is an error."""
+    wanted = Path(asked).expanduser() if asked else default
+    writable_folder(wanted.parent, "--output")
+    free = free_path(wanted, *endings)
+    if asked and free != wanted:
+        problem = f"--output {wanted} is there already. Name another, such as {free}."
+        raise ConfigError(problem, title="nothing is overwritten")
+    return free
+
+
 def writable_folder(folder: str | Path, field: str) -> Path:
     """Make a folder and be sure that files can be written there, before the work whose results it is for."""
     folder = Path(folder)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from monkeyjump import methods
 from monkeyjump.analysis import inspect as module
 from monkeyjump.analysis import permute
-from monkeyjump.analysis.document import document
+from monkeyjump.analysis.inspect import document
 from monkeyjump.analysis.plots import draw_usage
 from monkeyjump.analysis.style import Drawing
 from monkeyjump.cli.main import main

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,13 +14,11 @@ import torch
 from tqdm.auto import tqdm
 
 from monkeyjump.analysis import plots
-from monkeyjump.analysis.collect import collect
-from monkeyjump.analysis.document import document, section
+from monkeyjump.analysis.collect import Collection, collect
 from monkeyjump.analysis.initial import before_training, centers_of, checkpoint_centers, has_centers
 from monkeyjump.analysis.permute import can_permute, draw_permutation
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, read_text, routes, rows_of_tasks, rows_of_user
-from monkeyjump.analysis.sample import Collection
 from monkeyjump.analysis.style import Drawing, need
 from monkeyjump.analysis.theory import check_ranks, draw_theory, groups
 from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_states
@@ -28,6 +26,7 @@ from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.explorer import fragment, recorded
+from monkeyjump.explorer.page import script_hash
 from monkeyjump.record import write_atomic
 from monkeyjump.tables import Table
 from monkeyjump.tasks import Task, load_examples
@@ -39,6 +38,18 @@ from monkeyjump.training.shared import dtype_of
 SAMPLE = 2_000  # tokens whose states are kept
 SHOWN = 6  # prompts whose every token is on the page
 PROBED = (3, 120)  # blocks, and rows of each task, that probes look at
+STYLE = """
+:root { color-scheme: light; }
+body { margin: 0; padding: 2rem 1.25rem 4rem; background: #f6f7f9; color: #1b2330;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 84rem; margin: 0 auto; }
+h1 { font-size: 1.45rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .3rem; }
+p { max-width: 60rem; margin: .3rem 0; overflow-wrap: anywhere; } .soft { color: #5d6878; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
+figure { margin: .6rem 0; padding: .8rem; background: #fff; border: 1px solid #e3e7ed; border-radius: 10px; }
+img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
+pre { overflow-x: auto; font-size: .85rem; }
+"""
 
 
 @dataclass
@@ -181,3 +192,36 @@ def report(
         pairs = [(who, each) for who, drawings in zip(names, drawn, strict=True) for each in drawings]
         parts.append(section({who: each for who, each in pairs if each.name == name}))
     return document(title, "\n".join(parts), **page)
+
+
+def document(title: str, body: str, css: str = "", scripts: Sequence[str] = ()) -> str:
+    """One HTML file that stands by itself, under a policy that lets in nothing from outside.
+
+    `body` is HTML that the caller has escaped. The policy names the hash of each of the `scripts`: no other one runs.
+    """
+    allowed = "".join(f" {script_hash(script)}" for script in scripts)
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    policy += f"; script-src{allowed}" if scripts else ""
+    inline = "".join(f"<script>{script}</script>\n" for script in scripts)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}{css}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n{inline}</body>\n</html>\n"
+    )
+
+
+def section(drawings: Mapping[str, Drawing]) -> str:
+    """One figure of the report; the same figure of several adapters stands side by side, each under its name."""
+    first, several = next(iter(drawings.values())), len(drawings) > 1
+    shown = "".join(
+        f"<figure>{f'<b>{escape(name)}</b>' if several else ''}"
+        f'<img alt="{escape(drawing.title)}" src="{drawing.data_uri()}">'
+        f"{''.join(f'<p>{escape(finding)}</p>' for finding in drawing.findings)}</figure>"
+        for name, drawing in drawings.items()
+    )
+    return (
+        f'<section id="{escape(first.name)}"><h2>{escape(first.title)}</h2>\n'
+        f'<p class="soft">{escape(first.caption)}</p>\n<div class="{"pair" if several else ""}">{shown}</div></section>'
+    )

@@ -22,6 +22,11 @@ ROWS = 8  # of each task; every shuffle reads them again
 _ROWS_AT_ONCE = 8  # logits of all tokens are made
 
 
+def _learned_routers(layers: list[Any], name: str) -> list[LearnedRouter]:
+    found = [dict(layer.monkeyjump_router.items()).get(name) for layer in layers]
+    return [router for router in found if isinstance(router, LearnedRouter)]
+
+
 def permute_experts(model: nn.Module, generator: torch.Generator) -> None:
     """Give the experts of every router each other's centres, or each other's rows of a learned router."""
     for router, name in active_routers(model):
@@ -31,22 +36,18 @@ def permute_experts(model: nn.Module, generator: torch.Generator) -> None:
             order = torch.randperm(len(centers), generator=generator).to(centers.device)
             for layer, own in zip(layers, centers[order].unflatten(0, (len(layers), -1)), strict=True):
                 layer.monkeyjump_center[name].copy_(own.view_as(layer.monkeyjump_center[name]))
-        for layer in layers:
-            learned = dict(layer.monkeyjump_router.items()).get(name)
-            if isinstance(learned, LearnedRouter):
-                rows = torch.randperm(learned.experts, generator=generator).to(learned.weight.device)
-                for tensor in (learned.weight, learned.bias):
-                    if tensor is not None:
-                        tensor.copy_(tensor[rows])
+        for learned in _learned_routers(layers, name):
+            rows = torch.randperm(learned.experts, generator=generator).to(learned.weight.device)
+            for tensor in (learned.weight, learned.bias):
+                if tensor is not None:
+                    tensor.copy_(tensor[rows])
 
 
 def can_permute(model: nn.Module) -> bool:
     """Whether some router of a decoder has centres or learned rows to permute."""
-    routers = [(router.configs[name], router.layers[name], name) for router, name in active_routers(model)]
     routed = any(
-        config.uses_centers
-        or any(isinstance(dict(layer.monkeyjump_router.items()).get(name), LearnedRouter) for layer in layers)
-        for config, layers, name in routers
+        router.configs[name].uses_centers or _learned_routers(router.layers[name], name)
+        for router, name in active_routers(model)
     )
     return routed and not require_context(model).encoder_decoder
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from monkeyjump.analysis.style import COLORS, GREY, Drawing, grid, label, name_ticks
 
 if TYPE_CHECKING:
-    from monkeyjump.analysis.sample import Collection
+    from monkeyjump.analysis.collect import Collection
 
 FROM_END = (1, 10, 20, 30)  # the tokens of a prompt that are probed, counted from its end
 POOLINGS = (*(f"{place} from end" for place in FROM_END), "mean", "max", "attention")

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monkeyjump.analysis.collect import collect
-from monkeyjump.analysis.sample import Batch
+from monkeyjump.analysis.collect import Batch, collect
 from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import Example, Task, load_examples

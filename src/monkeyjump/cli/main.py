@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = [word for word in rest if "=" in word and not word.startswith("-")] if "overrides" in options else []
     if len(settings) < len(rest):
         parser.error(f"unknown arguments: {' '.join(word for word in rest if word not in settings)}")
-    if settings:
-        options.overrides = [*options.overrides, *settings]
+    if "overrides" in options:
+        folder = [f"data.folder={options.data}"] if getattr(options, "data", None) else []
+        options.overrides = [*options.overrides, *settings, *folder]
     for name in ("torchao", "torch.utils._pytree"):  # what they say on import is about builds of torchao, not to users
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.formatwarning = _format_warning

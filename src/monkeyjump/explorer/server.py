@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from monkeyjump.checked import Section, validated
 from monkeyjump.errors import ConfigError
 from monkeyjump.explorer.engine import Explorer, Prompt, Side
 from monkeyjump.explorer.guard import Guard, is_loopback
@@ -28,6 +30,19 @@ TEXT_BYTES = 256 * 1024  # of a request
 PICTURE_BYTES = 10 * 1024 * 1024
 KEPT_PICTURES = 4
 MOST_NEW_TOKENS = 1024
+
+
+class Asked(Section):
+    """What the page sends when it asks for a view, or for what comes after a prompt."""
+
+    prompt: str
+    adapter: str
+    task: str | None = None
+    off: dict[str, list[str]] = Field({})
+    picture: str | None = None
+    most: int = Field(64, ge=1, le=MOST_NEW_TOKENS)
+    temperature: float = Field(0.0, ge=0, le=10)
+    seed: int = Field(0, ge=0, le=2**31)
 
 
 class Questions:
@@ -45,17 +60,13 @@ class Questions:
         return JSONResponse(self.explorer.about())
 
     async def view(self, request: Request) -> Response:
-        prompt, side = self._asked(await _json(request))
+        _, prompt, side = await self._asked(request)
         reading = await run_in_threadpool(self.explorer.read, prompt, side)
         return JSONResponse(reading.view)
 
     async def generate(self, request: Request) -> Response:
-        asked = await _json(request)
-        prompt, side = self._asked(asked)
-        most = _number(asked, "most", 64, 1, MOST_NEW_TOKENS)
-        temperature = _number(asked, "temperature", 0.0, 0.0, 10.0)
-        seed = _number(asked, "seed", 0, 0, 2**31)
-        steps = self.explorer.generate(prompt, side, int(most), temperature, int(seed))
+        asked, prompt, side = await self._asked(request)
+        steps = self.explorer.generate(prompt, side, asked.most, asked.temperature, asked.seed)
         return StreamingResponse(_lines(steps), media_type="application/x-ndjson")
 
     async def picture(self, request: Request) -> Response:
@@ -66,19 +77,18 @@ class Questions:
             self.pictures.popitem(last=False)
         return JSONResponse({"picture": name})
 
-    def _asked(self, asked: dict[str, Any]) -> tuple[Prompt, Side]:
-        """Prompt and side of a request, whatever it holds."""
-        text, task, adapter = asked.get("prompt"), asked.get("task"), asked.get("adapter")
-        off, picture = asked.get("off", {}), asked.get("picture")
-        listed = isinstance(off, dict) and all(isinstance(names, list) for names in off.values())
-        if not listed or not all(isinstance(name, str) for names in off.values() for name in names):
-            raise HTTPException(400, '"off" has to be an object such as {"0": ["q_proj"]}.')
-        if not isinstance(text, str) or not isinstance(adapter, str):
-            raise HTTPException(400, '"prompt" and "adapter" have to be texts.')
-        if picture is not None and picture not in self.pictures:
+    async def _asked(self, request: Request) -> tuple[Asked, Prompt, Side]:
+        """A request with its prompt and side, whatever it holds."""
+        try:
+            content = json.loads(await _body(request, TEXT_BYTES))
+            content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400, f"The request is not JSON ({error}).") from error
+        asked = validated(Asked, content, "request")
+        if asked.picture is not None and asked.picture not in self.pictures:
             raise HTTPException(400, "The picture is no longer here: drop it again.")
-        picture = None if picture is None else self.pictures[picture]
-        return Prompt(text, picture, task if isinstance(task, str) else None), Side(adapter, off)
+        picture = None if asked.picture is None else self.pictures[asked.picture]
+        return asked, Prompt(asked.prompt, picture, asked.task), Side(asked.adapter, asked.off)
 
 
 def _lines(steps: Iterator[dict[str, Any]]) -> Iterator[str]:
@@ -100,28 +110,9 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(held)
 
 
-async def _json(request: Request) -> dict[str, Any]:
-    try:
-        asked = json.loads(await _body(request, TEXT_BYTES))
-        asked = json.loads(json.dumps(asked, ensure_ascii=False).encode("utf-8", "replace"))  # without half characters
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"The request is not JSON ({error}).") from error
-    if not isinstance(asked, dict):
-        raise HTTPException(400, "The request is not a JSON object.")
-    return asked
-
-
-def _number(asked: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
-    value = asked.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise HTTPException(400, f'"{name}" has to be a number from {low:g} to {high:g}.')
-    return value
-
-
 def _words(error: Exception) -> str:
-    if isinstance(error, HTTPException):
-        return error.detail
-    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    known = error.detail if isinstance(error, HTTPException) else str(error)
+    return known if isinstance(error, HTTPException | ConfigError) else f"{type(error).__name__}: {error}"
 
 
 def _failed(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from monkeyjump.checked import Number, Section, section_of, validated
+from monkeyjump.config_rules import broken
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.yaml_files import parse_yaml
@@ -195,7 +196,7 @@ def _conflicts(recipe: Recipe) -> list[str]:
             data.buckets and data.streaming and max(data.buckets) < data.max_length
         ),
     }
-    return [problem for problem, broken in rules.items() if broken]
+    return broken(rules)
 
 
 def _bundled() -> Any:
