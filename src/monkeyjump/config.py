@@ -44,7 +44,7 @@ knows the method (without it, PEFT stops with `KeyError: 'MONKEYJUMP'`):
 import monkeyjump
 from peft import PeftModel
 
-model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+{base}model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 ```
 
 For a program you cannot edit: `python -m monkeyjump run -- PROGRAM ARGUMENTS`.
@@ -214,7 +214,7 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         with open(os.path.join(save_directory, "README.md"), "a+", encoding="utf-8") as card:
             card.seek(0)
             if "import monkeyjump" not in card.read():
-                card.write(MODEL_CARD_NOTE)
+                card.write(MODEL_CARD_NOTE.format(base=""))
 
 
 def _take_options_as_keywords(init: Callable[..., None]) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 
@@ -16,6 +17,12 @@ class ConfigError(ValueError):
             lines = "\n".join(f"  - {problem}" for problem in self.problems)
             message = f"{title}, {len(self.problems)} problems:\n{lines}"
         super().__init__(message)
+
+
+def need(module: str, extra: str, what: str) -> None:
+    """Say which extra brings a package that is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f'{what} need {module}: pip install "monkeyjump[{extra}]".', title="missing package")
 
 
 class MonkeyJumpWarning(UserWarning):

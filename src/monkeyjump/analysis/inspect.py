@@ -19,11 +19,11 @@ from monkeyjump.analysis.initial import before_training, centers_of, checkpoint_
 from monkeyjump.analysis.permute import can_permute, draw_permutation
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, read_text, routes, rows_of_tasks, rows_of_user
-from monkeyjump.analysis.style import Drawing, need
+from monkeyjump.analysis.style import Drawing
 from monkeyjump.analysis.theory import check_ranks, draw_theory, groups
 from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_states
 from monkeyjump.analysis.usage import ExpertUsage
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, need
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
 from monkeyjump.explorer import fragment, recorded
 from monkeyjump.explorer.page import script_hash

@@ -6,7 +6,6 @@ A figure is drawn without pyplot's global state, so that drawing leaves nothing 
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import tomllib
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import need
 from monkeyjump.record import jsonable, write_atomic
 from monkeyjump.tables import csv_text
 
@@ -69,12 +68,6 @@ class Drawing:
 @cache
 def _captions() -> dict[str, dict[str, str]]:
     return tomllib.loads((Path(__file__).parent / "captions.toml").read_text(encoding="utf-8"))
-
-
-def need(module: str, extra: str, what: str) -> None:
-    """Say which extra brings a package that is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f'{what} need {module}: pip install "monkeyjump[{extra}]".', title="missing package")
 
 
 def new_figure(width: float, height: float, title: str = "") -> Any:

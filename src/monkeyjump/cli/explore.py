@@ -16,15 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.errors import ConfigError
+    from monkeyjump.errors import ConfigError, need
 
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f'explore needs {error.name}: pip install "monkeyjump[explore]".', title="missing package"
-        ) from error
+    for package in ("starlette", "uvicorn"):
+        need(package, "explore", "explored adapters")
     import torch
 
     from monkeyjump.explorer.engine import load

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config import MODEL_CARD_NOTE, MonkeyJumpConfig
 from monkeyjump.evaluation.load import RECIPE_FILE, read_saved_recipe
 from monkeyjump.evaluation.report import EvaluationReport, percent, span
 from monkeyjump.models import published_name, resolve
@@ -17,23 +17,6 @@ from monkeyjump.training.recipe import Recipe, recipe_from
 
 if TYPE_CHECKING:
     from monkeyjump.training.run import RunResult
-
-_LOADING = """\
-## Loading
-
-PEFT knows the method once `monkeyjump` is imported; without it, PEFT stops with `KeyError: 'MONKEYJUMP'`.
-
-```python
-import monkeyjump
-from monkeyjump.models import load_model
-from peft import PeftModel
-base, tokenizer = load_model({base})
-model = PeftModel.from_pretrained(base, "path/to/this/folder")
-```
-
-For a program that you cannot edit: `monkeyjump run -- PROGRAM ARGUMENTS`.
-Scores on tasks: `monkeyjump evaluate path/to/this/folder --tasks NAMES`.
-"""
 
 
 def save_adapter(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig, data: list[dict[str, Any]]) -> None:
@@ -60,6 +43,7 @@ def write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> N
     given = Path(recipe.model).name if local else recipe.model
     base, origin = given if local else published_name(recipe.model), result.origin["base"]
     revision = f", revision {origin['revision']}" if origin["revision"] else ""
+    loading = f"from monkeyjump.models import load_model\nbase_model, tokenizer = load_model({json.dumps(given)})\n"
     metadata = ["library_name: peft", *([] if local else [f"base_model: {json.dumps(base)}"])]
     settings = {
         "base model": f"{base} ({origin['architecture']}, {origin['parameters']:,} parameters{revision})",
@@ -81,12 +65,13 @@ def write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> N
     parts = [
         "\n".join(["---", *metadata, f"tags: [monkeyjump, peft, {recipe.method}]", "---"]),
         f"# {recipe.name}",
-        f"An adapter for {base}, trained with [monkeyjump](https://pypi.org/project/monkeyjump/).",
+        f"An adapter for {base}.",
         Table("", ["setting", "value"], [[name, value] for name, value in settings.items()], left=2).markdown(),
         *_results(result.report),
         "## Training data",
         Table("", ["task", "split", "rows", "from", "sha256"], sources, left=5).markdown(),
-        _LOADING.format(base=json.dumps(given)),
+        MODEL_CARD_NOTE.format(base=loading).strip(),
+        "Scores on tasks: `monkeyjump evaluate path/to/this/folder --tasks NAMES`.\n",
     ]
     write_atomic(recipe.folder / "adapter" / "README.md", "\n\n".join(parts))
 
