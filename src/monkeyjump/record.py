@@ -23,16 +23,12 @@ from typing import Any, Literal
 from monkeyjump.errors import ConfigError
 
 FORMAT = 1  # under the key "monkeyjump_record": what makes a JSON file one of ours
-PACKAGES = ("torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel")
+PACKAGES = ("torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel", "python")
 Status = Literal["finished", "failed", "cancelled"]
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _default_versions() -> dict[str, str | None]:
-    return {**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()}
 
 
 def portable_command(argv: Sequence[str]) -> list[str]:
@@ -96,6 +92,8 @@ def device_in_words(device: Any = None) -> str:
 
 
 def _version(package: str) -> str | None:
+    if package == "python":
+        return platform.python_version()
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # on the path without being installed
@@ -113,7 +111,7 @@ class RunRecord:
     metrics: dict[str, Any] = field(default_factory=dict)
     status: Status = "finished"
     extra: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str | None] = field(default_factory=_default_versions)
+    versions: dict[str, str | None] = field(default_factory=lambda: {name: _version(name) for name in PACKAGES})
     commit: str | None = field(default_factory=source_commit)
     device: str = field(default_factory=device_in_words)
     command: list[str] = field(default_factory=lambda: portable_command(sys.argv))
@@ -162,14 +160,14 @@ def read_record(path: str | Path) -> RunRecord:
     return RunRecord(**{f.name: content[f.name] for f in fields(RunRecord) if f.name in content})
 
 
-def write_atomic(path: str | Path, text: str) -> Path:
-    """Write a text file through a temporary neighbour, on disk before it takes the name."""
+def write_atomic(path: str | Path, content: str | bytes) -> Path:
+    """Write a file through a temporary neighbour, on disk before it takes the name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes it private; a result is not

@@ -29,10 +29,6 @@ def active_routers(model: nn.Module) -> list[tuple[BlockRouter, str]]:
     return [(router, router.active()[0]) for router in require_context(model).routers() if router.active()]
 
 
-def has_centers(model: nn.Module) -> bool:
-    return all(router.configs[name].uses_centers for router, name in active_routers(model))
-
-
 def centers_of(model: nn.Module) -> Centers:
     found = {}
     for router, name in active_routers(model):

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from monkeyjump.analysis import plots
 from monkeyjump.analysis.collect import Collection, collect
-from monkeyjump.analysis.initial import before_training, centers_of, checkpoint_centers, has_centers
+from monkeyjump.analysis.initial import active_routers, before_training, centers_of, checkpoint_centers
 from monkeyjump.analysis.permute import can_permute, draw_permutation
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, read_text, routes, rows_of_tasks, rows_of_user
@@ -97,7 +97,10 @@ def inspect(
         del seen
         gc.collect()
     if len(usages) == 2 and usages[0].blocks == usages[1].blocks and usages[0].experts == usages[1].experts:
-        drawn[0].insert(0, plots.draw_comparison(usages, names).saved(folder))
+        means = ExpertUsage({name: usage.mean() for name, usage in zip(names, usages, strict=True)})
+        compared = plots.draw_usage(means, of="adapter")  # adapters in the place of tasks
+        compared.name = "comparison"
+        drawn[0].insert(0, compared.saved(folder))
     view, css, script = fragment(views) if views else ("", "", "")
     scripts = [script] if views else []
     page = write_atomic(folder / "report.html", report(names, drawn, tables, view, css=css, scripts=scripts))
@@ -154,7 +157,7 @@ def figures(seen: Inspected) -> Iterator[Drawing]:
     if probed:
         yield draw_probes(collection, probed)
     yield draw_states(collection, model)
-    if has_centers(model):
+    if all(router.configs[name].uses_centers for router, name in active_routers(model)):
         with before_training(model, seen.tokenizer, seen.recipe, seen.rows) as words:
             first, by_block = centers_of(model), centers_by_block(model)
             before = collect(model, seen.rows).usage
@@ -217,7 +220,7 @@ def section(drawings: Mapping[str, Drawing]) -> str:
     first, several = next(iter(drawings.values())), len(drawings) > 1
     shown = "".join(
         f"<figure>{f'<b>{escape(name)}</b>' if several else ''}"
-        f'<img alt="{escape(drawing.title)}" src="{drawing.data_uri()}">'
+        f'<img alt="{escape(drawing.title)}" src="{drawing.data_uri}">'
         f"{''.join(f'<p>{escape(finding)}</p>' for finding in drawing.findings)}</figure>"
         for name, drawing in drawings.items()
     )

@@ -72,7 +72,7 @@ def answer_nll(model: nn.Module, rows: dict[str, Rows]) -> dict[str, float]:
 
 
 def draw_permutation(model: nn.Module, rows: dict[str, Rows], seed: int = 0) -> Drawing:
-    some = {task: found.first(ROWS) for task, found in rows.items()}
+    some = {task: Rows(found.sequences[:ROWS], found.collate) for task, found in rows.items()}
     generator, shuffled = torch.Generator().manual_seed(seed), []
     own = answer_nll(model, some)
     for _ in tqdm(range(SHUFFLES), desc="permuting experts", unit="shuffle"):

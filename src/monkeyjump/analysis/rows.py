@@ -45,9 +45,6 @@ class Rows:
         """Whether some row has more than its prompt and the end token."""
         return any(len(each) > each.prompt_length + 1 for each in self.sequences)
 
-    def first(self, count: int) -> Rows:
-        return Rows(self.sequences[:count], self.collate)
-
 
 def rows_of_tasks(encoder: Encoder, tasks: Sequence[Task], count: int, data: str | None, seed: int) -> dict[str, Rows]:
     """Up to `count` test rows of each task that has some."""

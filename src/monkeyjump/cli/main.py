@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from monkeyjump import __version__
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 
 VERBS = {
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="monkeyjump", description="Routed parameter-efficient fine-tuning.", epilog=EPILOG
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"monkeyjump {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     asked = next((word for word in arguments if word in VERBS), None)
     for verb, summary in VERBS.items():
@@ -72,12 +73,6 @@ def _format_warning(
     if issubclass(category, MonkeyJumpWarning):
         return f"\nwarning: {message}\n"  # a progress bar may stand on the line
     return _format_of_python(message, category, filename, lineno, line)
-
-
-def _version() -> str:
-    from monkeyjump import __version__
-
-    return f"monkeyjump {__version__}"
 
 
 if __name__ == "__main__":

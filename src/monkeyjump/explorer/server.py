@@ -54,7 +54,8 @@ class Questions:
 
     async def file(self, request: Request) -> Response:
         name = request.url.path.lstrip("/") or "index.html"
-        return Response(content(name), headers={"Content-Type": FILES[name]})
+        kind = {"js": "javascript"}.get(name.rpartition(".")[2], name.rpartition(".")[2])
+        return Response(content(name), media_type=f"text/{kind}")
 
     async def about(self, request: Request) -> Response:
         return JSONResponse(self.explorer.about())

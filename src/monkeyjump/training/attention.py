@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 PADS_LAST, MASKED = "monkeyjump_pads_last", "monkeyjump_masked"
+_forward = threading.local()  # `boundaries`: whether the forward of this thread says where packed sequences begin
 
 
 @contextmanager
@@ -42,13 +43,6 @@ def attending(model: Any, pads_last: bool) -> Iterator[str]:
     finally:
         config._attn_implementation = before
         handle.remove()
-
-
-class _Forward(threading.local):
-    boundaries = False  # whether the forward of this thread says where its packed sequences begin
-
-
-_forward = _Forward()
 
 
 def _hands_on(base: nn.Module) -> bool:
@@ -76,7 +70,7 @@ def _register() -> None:
 
     def where_needed(*args: Any, **kwargs: Any) -> Tensor | None:
         # Transformers allows no skip where it sees, or cannot look whether, sequences are packed
-        causal = kwargs.get("allow_is_causal_skip", True) or _forward.boundaries
+        causal = kwargs.get("allow_is_causal_skip", True) or getattr(_forward, "boundaries", False)
         return None if torch.is_grad_enabled() and causal else sdpa_mask(*args, **kwargs)
 
     def always(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.models.bundled import cache_dir
+from monkeyjump.record import write_atomic
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.media import Media, identity
 from monkeyjump.tasks.pictures import Pictures
@@ -57,10 +56,9 @@ class Features:
 
         wanted = {self._path(media, len(row) == 1): (media, len(row) == 1) for row in rows for media in row}
         missing = [each for path, each in wanted.items() if not path.is_file()]
-        self.folder.mkdir(parents=True, exist_ok=True)
         with torch.no_grad(), tqdm(total=len(missing), desc="features", unit="file", disable=not missing) as bar:
             for media, alone in missing:
-                self._write(self._path(media, alone), self._computed(media, alone))
+                write_atomic(self._path(media, alone), save(self._computed(media, alone)))
                 bar.update()
         some = {media.kind: path for path, (media, _) in wanted.items()}
         self.listed = {kind: bool(load_file(path)["listed"]) for kind, path in some.items()}
@@ -125,13 +123,6 @@ class Features:
 
     def _path(self, media: Media, alone: bool) -> Path:
         return self.folder / f"{identity(media)}{'' if alone else '-several'}.safetensors"
-
-    @staticmethod
-    def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-        number, scratch = tempfile.mkstemp(dir=path.parent)
-        os.close(number)
-        save_file(tensors, scratch)
-        os.replace(scratch, path)
 
 
 @contextmanager

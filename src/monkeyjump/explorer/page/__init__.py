@@ -9,12 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "explorer.css": "text/css; charset=utf-8",
-    "explorer.js": "text/javascript; charset=utf-8",
-    "sources.js": "text/javascript; charset=utf-8",
-}
+FILES = ("index.html", "explorer.css", "explorer.js", "sources.js")
 
 
 def content(name: str) -> str:
