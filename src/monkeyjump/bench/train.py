@@ -135,8 +135,11 @@ class TrainRun:
 # -- the process of one turn: it trains as `monkeyjump train` does and says when what was reached --
 
 
-class Marks:
-    """When what was reached, in seconds since the process was asked for."""
+class Clock(TrainerCallback):
+    """When what was reached, in seconds since the process was asked for.
+
+    In a Trainer it waits for the device at the first and the last step, and once in the middle.
+    """
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -147,31 +150,24 @@ class Marks:
             torch.cuda.synchronize()
         self.reached[name] = round(time.time() - self.started, 3)
 
-
-class Clock(TrainerCallback):
-    """Waits for the device at the first and the last step, and once in the middle."""
-
-    def __init__(self, marks: Marks) -> None:
-        self.marks = marks
-
     def on_train_begin(self, args, state, control, **kwargs):
-        self.marks.reach("centres")  # it comes after the callback that places them
+        self.reach("centres")  # it comes after the callback that places them
 
     def on_step_end(self, args, state, control, **kwargs):
         names = {1: "first step", state.max_steps // 2: "middle", state.max_steps: "last step"}
         if state.global_step in names:
-            self.marks.reach(names[state.global_step])
+            self.reach(names[state.global_step])
 
 
 def main(order: dict[str, Any]) -> None:
     """Train as ordered, and write the result where it is wanted."""
-    recipe, marks = recipe_from(order["recipe"]), Marks(order["started"])
-    marks.reach("imported")
+    recipe, clock = recipe_from(order["recipe"]), Clock(order["started"])
+    clock.reach("imported")
     with ExitStack() as stack:
-        for name, stand_in in _stand_ins(recipe, marks, order["variant"]).items():
+        for name, stand_in in _stand_ins(recipe, clock, order["variant"]).items():
             stack.enter_context(patch.object(running, name, stand_in))
         result = running.run(recipe, overwrite=True, test=False)
-    steps, reached = recipe.train.max_steps or 0, marks.reached
+    steps, reached = recipe.train.max_steps or 0, clock.reached
     found = {
         "step_ms": 1e3 * (reached["last step"] - reached["middle"]) / (steps - steps // 2),
         "first_step_s": reached["first step"],
@@ -183,20 +179,20 @@ def main(order: dict[str, Any]) -> None:
     Path(order["output"]).write_text(json.dumps(found))
 
 
-def _stand_ins(recipe: Recipe, marks: Marks, variant: str) -> dict[str, Callable[..., Any]]:
+def _stand_ins(recipe: Recipe, clock: Clock, variant: str) -> dict[str, Callable[..., Any]]:
     """What stands in for names of `training.run`: a clock around the data and in the Trainer, and PEFT's own LoRA."""
     make_data, make_trainer = running.training_data, running.TaskTrainer
 
     def data(*args: Any) -> Any:
-        marks.reach("model")
+        clock.reach("model")
         found = make_data(*args)
-        marks.reach("data")
+        clock.reach("data")
         return found
 
     def trainer(*args: Any) -> Any:
         made = make_trainer(*args)
-        made.add_callback(Clock(marks))
-        marks.reach("trainer")
+        made.add_callback(clock)
+        clock.reach("trainer")
         return made
 
     found: dict[str, Callable[..., Any]] = {"training_data": data, "TaskTrainer": trainer}

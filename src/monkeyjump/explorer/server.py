@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
+import ipaddress
 import json
 import secrets
 import socket
@@ -14,6 +16,7 @@ import uvicorn
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -23,13 +26,24 @@ from starlette.routing import Route
 from monkeyjump.checked import Section, validated
 from monkeyjump.errors import ConfigError
 from monkeyjump.explorer.engine import Explorer, Prompt, Side
-from monkeyjump.explorer.guard import Guard, is_loopback
 from monkeyjump.explorer.page import FILES, content
 
 TEXT_BYTES = 256 * 1024  # of a request
 PICTURE_BYTES = 10 * 1024 * 1024
 KEPT_PICTURES = 4
 MOST_NEW_TOKENS = 1024
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src blob: data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 
 
 class Asked(Section):
@@ -119,6 +133,68 @@ def _words(error: Exception) -> str:
 def _failed(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 400 if isinstance(error, ConfigError) else 500
     return JSONResponse({"error": _words(error)}, status)
+
+
+class Guard:
+    """Around the application: requests of its own page, and, where others can reach it, those that know the token.
+
+    The headers Host, Origin and Authorization are checked before anything else is read.
+    """
+
+    def __init__(self, app: Any, host: str, token: str | None) -> None:
+        self.app, self.token, self.loopback = app, token, is_loopback(host)
+        self.names = {"localhost"} if self.loopback else {"localhost", host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        refusal = self.refusal(scope["path"], Headers(scope=scope))
+        if refusal is not None:
+            status, reason = refusal
+            return await JSONResponse({"error": reason}, status)(scope, receive, send_with_headers)
+        return await self.app(scope, receive, send_with_headers)
+
+    def refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
+        """Status and reason of a request that is not answered."""
+        host = headers.get("host", "")
+        if not self._known(host):
+            return 403, f"Host {host!r} is not this server: open it by the address it printed."
+        origin = headers.get("origin")
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return 403, f"Origin {origin!r} is another site: only the explorer's own page may ask."
+        if self.token is None or not path.startswith("/api/"):
+            return None
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            return 401, "The token is missing or wrong: open the address that the server printed, with its #token=."
+        return None
+
+    def _known(self, host: str) -> bool:
+        """Whether a Host header names this server. A site that lets its own name point here is thereby kept out.
+
+        The port is not compared, because a tunnel may have another.
+        """
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        name = name.strip("[]").lower()
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return name in self.names
+        return address.is_loopback or not self.loopback
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def application(explorer: Explorer, host: str = "127.0.0.1", token: str | None = None) -> Starlette:

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, balance_ra
 from monkeyjump.tuner.training.regularizer import active_adapters, add_regularizer_gradients
 
 
+@dataclass(eq=False, repr=False)
 class MonkeyJumpCallback(TrainerCallback):
     """Initialises centres when training begins, logs expert load, runs AdaLoRA's rank allocation and, where asked for,
     the projection of LoRA-FA's gradients.
@@ -41,26 +43,15 @@ class MonkeyJumpCallback(TrainerCallback):
     Trainer sees the data is the same with and without the callback, and on a resumed run (whose centres are loaded).
     """
 
-    def __init__(
-        self,
-        num_tokens: int | None = None,
-        seed: int = 0,
-        dataloader: Any = None,
-        progress: bool = True,
-        fast: bool = False,
-        known: dict[Any, Any] | None = None,
-    ) -> None:
-        """`fast` trains inside `monkeyjump.fast`, which also takes a model with PEFT's own LoRA.
+    num_tokens: int | None = None
+    seed: int = 0
+    dataloader: Any = None
+    progress: bool = True
+    fast: bool = False  # train inside `monkeyjump.fast`, which also takes a model with PEFT's own LoRA
+    known: dict[Any, Any] | None = None  # what is remembered between runs on the same frozen model and batches
 
-        `known` is what `initialize_centers` remembers between runs on the same frozen model and batches.
-        """
-        self.fast = fast
+    def __post_init__(self) -> None:
         self._inside = ExitStack()
-        self.num_tokens = num_tokens
-        self.seed = seed
-        self.dataloader = dataloader
-        self.known = known
-        self.progress = progress
         self.report: CalibrationReport | None = None
         # of the run: what a walk through all modules would find in every step
         self._model: Any = None
