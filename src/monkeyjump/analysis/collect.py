@@ -165,14 +165,7 @@ class Collector(RoutingTrace):
         self.probe_tasks += [task] * len(self.prompts) * (self.probed_blocks > 0)
 
     def record(
-        self,
-        block: str,
-        adapter: str,
-        names: Any,
-        gates: Tensor,
-        mask: Tensor | None,
-        kinds: Tensor | None = None,
-        probabilities: Tensor | None = None,
+        self, block: str, adapter: str, names: Any, gates: Tensor, mask: Tensor | None, *_: Any, **__: Any
     ) -> None:
         """Count what a router has decided. Routers of towers see parts of pictures, which belong to the task alone."""
         own = tuple(gates.shape[:2]) == self.shape

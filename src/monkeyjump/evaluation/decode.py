@@ -28,7 +28,7 @@ from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.evaluation.caches import Slots
 from monkeyjump.evaluation.forward import AnswerReader, Prefix
 from monkeyjump.evaluation.jobs import Batch
-from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
+from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from monkeyjump.tuner.block_list import KEPT
 from monkeyjump.tuner.call import Generation, belonging_to
 from monkeyjump.tuner.fast.packed_weights import managed
@@ -114,7 +114,7 @@ class _Rows(_Choice):
 class _Recorded(_Choice):
     """Decoding by one recorded step, for R rows and S slots. Rows without a prompt have ended before they begin."""
 
-    def __init__(self, reader: AnswerReader, ends: Tensor, like: Prefix, R: int, S: int, graph: Graph) -> None:
+    def __init__(self, reader: AnswerReader, ends: Tensor, like: Prefix, R: int, S: int, graph: CudaGraph) -> None:
         super().__init__(reader, ends)
         zeros, self.graph = like.lengths.new_zeros, graph
         self.token, self.positions, self.place, self.tokens = zeros(R, 1), zeros(R, 1), zeros(1), zeros(R, S)
@@ -179,7 +179,7 @@ def _decisions(prefix: Prefix) -> dict[Any, Tensor]:
     return {} if kept is None else kept[1]
 
 
-def new_graph(reader: AnswerReader) -> Callable[[], Graph] | None:
+def new_graph(reader: AnswerReader) -> Callable[[], CudaGraph] | None:
     """What makes a graph for this model; None where its steps run as they are."""
     if reader.device.type != "cuda":
         return None

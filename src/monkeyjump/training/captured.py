@@ -28,7 +28,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
+from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from monkeyjump.training.progress import say
 from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack
 from monkeyjump.tuner.call import calls_of, running
@@ -54,7 +54,7 @@ class CaptureReport:
 
 
 @contextmanager
-def captured(model: Any, parts: list[Any], new_graph: Callable[[], Graph] | None = None) -> Iterator[CaptureReport]:
+def captured(model: Any, parts: list[Any], new_graph: Callable[[], CudaGraph] | None = None) -> Iterator[CaptureReport]:
     """Replay training forwards of these stacks of blocks of a model inside."""
     new_graph = new_graph or partial(CudaGraph, Memory())
     report, context = CaptureReport(), find_context(model)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from monkeyjump.training.cuda_graphs import Graph
+from monkeyjump.training.cuda_graphs import CudaGraph
 from monkeyjump.training.plain_lora import SEEDS, FasterLinear
 from monkeyjump.tuner.call import ModelCall, calls_of
 from monkeyjump.tuner.context import RoutingContext
@@ -41,7 +41,7 @@ class Stack:
     module: Any
     call: Callable[..., Any]
     context: RoutingContext | None
-    new_graph: Callable[[], Graph]
+    new_graph: Callable[[], CudaGraph]
 
 
 class Recorded:
