@@ -81,14 +81,13 @@ def device_in_words(device: Any = None) -> str:
     """Where a run happened: the given device, or the one a run would use."""
     import torch
 
-    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        index = torch.device(device).index if device is not None else None
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda":
+        properties = torch.cuda.get_device_properties(found)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    if kind == "cpu":
+    if found.type == "cpu":
         return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
-    return f"{kind} ({platform.machine()})"
+    return f"{found.type} ({platform.machine()})"
 
 
 def _version(package: str) -> str | None:

@@ -14,9 +14,15 @@ import torch
 from tqdm.auto import tqdm
 
 from monkeyjump.analysis import plots
+from monkeyjump.analysis.changed_models import (
+    active_routers,
+    before_training,
+    can_permute,
+    centers_of,
+    checkpoint_centers,
+    draw_permutation,
+)
 from monkeyjump.analysis.collect import Collection, collect
-from monkeyjump.analysis.initial import active_routers, before_training, centers_of, checkpoint_centers
-from monkeyjump.analysis.permute import can_permute, draw_permutation
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, read_text, routes, rows_of_tasks, rows_of_user
 from monkeyjump.analysis.style import Drawing

@@ -59,11 +59,11 @@ class MonkeyJumpCallback(TrainerCallback):
         self._adapters: list[Adapter] = []
         self._watch: RoutingWatch | None = None
 
-    def on_init_end(self, args, state, control, **kwargs):
-        _go_first(self, sys._getframe(1).f_locals.get("self"))
-
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
-        _go_first(self, sys._getframe(1).f_locals.get("self"))
+        handler = sys._getframe(1).f_locals.get("self")
+        if isinstance(handler, CallbackHandler):  # the loggers behind it are given what it adds to the logs
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
         self._model = model = extract_model_from_parallel(model)
         # with `fast` there may be no routing: PEFT's own LoRA needs nothing else of this
         self._context = context = find_context(model) if self.fast else require_context(model)
@@ -111,13 +111,6 @@ class MonkeyJumpCallback(TrainerCallback):
         shown = self._watch.look()
         logs.update(shown)
         state.log_history[-1].update(shown)  # the Trainer has copied `logs` there before it calls us
-
-
-def _go_first(callback: TrainerCallback, handler: Any) -> None:
-    """Stand before the loggers in the list of the handler that calls: they are given what we add to the logs."""
-    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-        handler.callbacks.remove(callback)
-        handler.callbacks.insert(0, callback)
 
 
 def sampling_loader(loader: Any, seed: int) -> Any:
