@@ -31,8 +31,7 @@ from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_stat
 from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError, need
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
-from monkeyjump.explorer import fragment, recorded
-from monkeyjump.explorer.page import script_hash
+from monkeyjump.explorer import fragment, recorded, script_hash
 from monkeyjump.record import write_atomic
 from monkeyjump.tables import Table
 from monkeyjump.tasks import Task, load_examples
@@ -44,18 +43,6 @@ from monkeyjump.training.shared import dtype_of
 SAMPLE = 2_000  # tokens whose states are kept
 SHOWN = 6  # prompts whose every token is on the page
 PROBED = (3, 120)  # blocks, and rows of each task, that probes look at
-STYLE = """
-:root { color-scheme: light; }
-body { margin: 0; padding: 2rem 1.25rem 4rem; background: #f6f7f9; color: #1b2330;
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 84rem; margin: 0 auto; }
-h1 { font-size: 1.45rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .3rem; }
-p { max-width: 60rem; margin: .3rem 0; overflow-wrap: anywhere; } .soft { color: #5d6878; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
-figure { margin: .6rem 0; padding: .8rem; background: #fff; border: 1px solid #e3e7ed; border-radius: 10px; }
-img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
-pre { overflow-x: auto; font-size: .85rem; }
-"""
 
 
 @dataclass
@@ -179,10 +166,8 @@ def summary(seen: Inspected) -> Table:
     usage, rows = seen.collection.usage, []
     for task, deviations in zip(usage.tasks, usage.deviations, strict=True):
         block, expert = np.unravel_index(np.nanargmax(np.abs(deviations)), deviations.shape)
-        gate, entropy = (
-            ExpertUsage({task: usage.loads[task]}).mean_gate,
-            np.mean(list(usage.gate_entropy[task].values())),
-        )
+        gate = ExpertUsage({task: usage.loads[task]}).mean_gate
+        entropy = np.mean(list(usage.gate_entropy[task].values()))
         where = f"{deviations[block, expert]:+.1f} points, {usage.experts[expert]} in {usage.blocks[block]}"
         rows.append([task, str(len(seen.rows[task])), f"{gate:.3f}", f"{entropy:.2f}", where])
     shown = 5 if len(rows) > 1 else 4  # a single task deviates from nothing
@@ -211,12 +196,13 @@ def document(title: str, body: str, css: str = "", scripts: Sequence[str] = ()) 
     allowed = "".join(f" {script_hash(script)}" for script in scripts)
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     policy += f"; script-src{allowed}" if scripts else ""
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8") + css
     inline = "".join(f"<script>{script}</script>\n" for script in scripts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}{css}</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n{inline}</body>\n</html>\n"
     )
 

@@ -25,8 +25,8 @@ from starlette.routing import Route
 
 from monkeyjump.checked import Section, validated
 from monkeyjump.errors import ConfigError
+from monkeyjump.explorer import FILES, content
 from monkeyjump.explorer.engine import Explorer, Prompt, Side
-from monkeyjump.explorer.page import FILES, content
 
 TEXT_BYTES = 256 * 1024  # of a request
 PICTURE_BYTES = 10 * 1024 * 1024
