@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from monkeyjump.registry import ADAPTERS, did_you_mean
@@ -65,20 +66,13 @@ def integer(text: str, default: int | None, least: int, fix: str, none: bool = F
     return setting(text, default, allows, f"an integer >= {least}", fix, none, type="integer", minimum=least)
 
 
-def positive(text: str, default: float | None, fix: str) -> Any:
-    return _number(text, default, lambda value: value > 0, "a number > 0", fix, exclusiveMinimum=0)
-
-
-def weight(text: str, default: float, fix: str) -> Any:
-    return _number(text, default, lambda value: value >= 0, "a number >= 0", fix, minimum=0)
-
-
-def fraction(text: str, default: float, fix: str) -> Any:
-    return _number(text, default, lambda value: 0 <= value < 1, "in [0, 1)", fix, minimum=0, exclusiveMaximum=1)
-
-
-def _number(text: str, default: float | None, fits: Test, rule: str, fix: str, **limits: Any) -> Any:
+def _number(text: str, default: float | None, fix: str, *, fits: Test, rule: str, **limits: Any) -> Any:
     return setting(text, default, lambda value: is_number(value) and fits(value), rule, fix, type="number", **limits)
+
+
+positive = partial(_number, fits=lambda value: value > 0, rule="a number > 0", exclusiveMinimum=0)
+weight = partial(_number, fits=lambda value: value >= 0, rule="a number >= 0", minimum=0)
+fraction = partial(_number, fits=lambda value: 0 <= value < 1, rule="in [0, 1)", minimum=0, exclusiveMaximum=1)
 
 
 def names(text: str, rule: str, fix: str, lone: bool = False) -> Any:

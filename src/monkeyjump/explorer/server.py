@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import mimetypes
 import secrets
 import socket
 from collections import OrderedDict
@@ -68,8 +69,7 @@ class Questions:
 
     async def file(self, request: Request) -> Response:
         name = request.url.path.lstrip("/") or "index.html"
-        kind = {"js": "javascript"}.get(name.rpartition(".")[2], name.rpartition(".")[2])
-        return Response(content(name), media_type=f"text/{kind}")
+        return Response(content(name), media_type=mimetypes.guess_type(name)[0])
 
     async def about(self, request: Request) -> Response:
         return JSONResponse(self.explorer.about())

@@ -188,23 +188,15 @@ class FusedLoss:
         self._hidden = hidden
         return hidden
 
-    def _loss(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = IGNORE,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """In the place of `ForCausalLMLoss`, whose options Transformers names."""
         if not self._active:
-            return self._plain_loss(
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
-            )
+            return self._plain_loss(logits, labels, *args, **options)
         if logits is not self._hidden:
             raise UnsupportedModelError("it changes the logits between lm_head and the loss")
         self._used = True
+        shift_labels, ignore_index = options.get("shift_labels"), options.get("ignore_index", IGNORE)
+        num_items_in_batch = options.get("num_items_in_batch")
         if shift_labels is None:  # token n is what the tokens before it predict
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
