@@ -41,9 +41,11 @@ class Features:
         self.dtype = next(base.parameters()).dtype
         self.takes_them = bool(getattr(self.inner, "takes_features", False))
         self.listed: dict[str, bool] = {}  # by kind: whether the model joins a list; else it takes one tensor
-        _check_frozen(base, self.takes_them)
+        digest = hashlib.blake2b(digest_size=16)  # of a few weights of what makes the features
+        for weights in _frozen_parts(base, self.takes_them):
+            digest.update(weights.detach().flatten()[:64].float().cpu().numpy().tobytes())
         readers = [str(getattr(pictures.processor, f"{kind}_processor", "")) for kind in PIXELS]
-        known = name, str(base.config), self.dtype, readers, pictures.frames, _fingerprint(self.inner, self.takes_them)
+        known = name, str(base.config), self.dtype, readers, pictures.frames, digest.hexdigest()
         self.folder = cache_dir() / "features" / cache.key(*known)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,22 +156,15 @@ def _passing(compute: Any, pixels: str, width: int, listed: bool) -> Any:
     return features
 
 
-def _fingerprint(inner: Any, projector_may_learn: bool) -> str:
-    """A hash of a few weights of what makes the features."""
-    digest = hashlib.blake2b(digest_size=16)
-    others = ("language_model", "text_model", *(("projector",) if projector_may_learn else ()))
-    for name, parameter in inner.named_parameters():
-        if not any(other in name for other in others):
-            digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _check_frozen(base: Any, projector_may_learn: bool) -> None:
+def _frozen_parts(base: Any, projector_may_learn: bool) -> list[Tensor]:
+    """The parameters of what makes the features."""
     language = language_path(base)
-    trained = [name for name, p in base.named_parameters() if p.requires_grad and outside_language(name, language)]
-    trained = [name for name in trained if not (projector_may_learn and "projector" in name)]
+    parts = {name: p for name, p in base.named_parameters() if outside_language(name, language)}
+    parts = {name: p for name, p in parts.items() if not (projector_may_learn and "projector" in name)}
+    trained = [name for name, parameter in parts.items() if parameter.requires_grad]
     if trained:
         raise ConfigError(
             f"data.keep_features=true keeps what frozen parts make of pictures, but {trained[0]!r} is trained: adapt "
             "language blocks only, or leave keep_features out."
         )
+    return list(parts.values())
