@@ -41,9 +41,7 @@ class InferenceRun(runs.ModesRun):
         self.built = build(variant, settings)
         self.built.model.eval()
         self.model = self.built.causal_lm
-        generator = torch.Generator(device=self.device).manual_seed(settings.seed)
-        self.prompt = random_ids(self.model, settings, generator)
-        self.extra = {} if self.built.task_ids is None else {"task_ids": self.built.task_ids}
+        self.prompt = random_ids(self.model, settings, self.generator)
         config: Any = self.model.config
         self.cache = StaticCache(config=config, max_cache_len=settings.tokens + settings.new)
         self.token = torch.zeros(settings.batch, 1, dtype=torch.long, device=self.device)
@@ -51,7 +49,9 @@ class InferenceRun(runs.ModesRun):
 
     @torch.no_grad()
     def _advance(self, ids: torch.Tensor) -> None:
-        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **self.extra)
+        out = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **self.built.extra
+        )
         self.logits = out.logits[:, -1]
         self.token.copy_(self.logits.argmax(-1, keepdim=True))
 

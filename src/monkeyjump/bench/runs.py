@@ -32,6 +32,7 @@ class ModesRun:
 
     def __init__(self, variant: str, settings: Settings) -> None:
         self.variant, self.settings, self.device = variant, settings, settings.device
+        self.generator = torch.Generator(device=self.device).manual_seed(settings.seed)
         self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
         self.compiler: Row = {}  # what a row says of the compiler
         self.compile_failure: Row | None = None  # not the error itself, which would keep its frames' tensors alive

@@ -47,6 +47,11 @@ class BuiltVariant:
     context: Any  # the routing context of our methods, else None
     task_ids: torch.Tensor | None
 
+    @property
+    def extra(self) -> dict[str, torch.Tensor]:
+        """What a forward of the whole model is given beside its batch."""
+        return {} if self.task_ids is None else {"task_ids": self.task_ids}
+
     def trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 

@@ -51,7 +51,7 @@ class ProgressBar(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if state.is_world_process_zero and metrics and "eval_mean" in metrics:
-            self.bar.write(f"step {state.global_step}: mean validation metric {100 * metrics['eval_mean']:.1f}")
+            tqdm.write(f"step {state.global_step}: mean validation metric {100 * metrics['eval_mean']:.1f}")
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
