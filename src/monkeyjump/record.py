@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
-from enum import Enum
 from functools import cache
 from importlib import metadata
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 from monkeyjump.errors import ConfigError
@@ -35,7 +33,7 @@ def portable_command(argv: Sequence[str]) -> list[str]:
     """The command as given, without this machine's folders: absolute paths become relative to here, or a bare name."""
     if not argv:
         return []
-    program = PurePosixPath(argv[0].replace("\\", "/"))
+    program = PureWindowsPath(argv[0])  # which knows both kinds of slashes
     if program.name == "__main__.py":  # `python -m monkeyjump`, the same as the command
         program = program.parent
     return [program.name, *(_portable(argument) for argument in argv[1:])]
@@ -43,18 +41,10 @@ def portable_command(argv: Sequence[str]) -> list[str]:
 
 def _portable(argument: str) -> str:
     key, equals, value = argument.partition("=")
-    if equals and not _is_absolute(argument):
-        return f"{key}={_portable(value)}"
-    if not _is_absolute(argument):
-        return argument
-    try:
-        return str(Path(argument).expanduser().relative_to(Path.cwd()))
-    except ValueError:
-        return PurePosixPath(argument.replace("\\", "/")).name or "/"
-
-
-def _is_absolute(text: str) -> bool:
-    return text.startswith("~") or PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+    if argument.startswith(("/", "~")) or PureWindowsPath(argument).is_absolute():
+        path, here = Path(argument).expanduser(), Path.cwd()
+        return str(path.relative_to(here)) if path.is_relative_to(here) else PureWindowsPath(argument).name or "/"
+    return f"{key}={_portable(value)}" if equals else argument
 
 
 @cache  # a process runs the source it has imported, however the files change later
@@ -216,23 +206,15 @@ def writable_folder(folder: str | Path, field: str) -> Path:
 
 def jsonable(value: Any) -> Any:
     """Plain JSON values. NumPy and torch values become numbers or lists; NaN and infinities become null."""
-    if isinstance(value, Enum):
-        return jsonable(value.value)
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if is_dataclass(value) and not isinstance(value, type):
-        return jsonable(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return [jsonable(item) for item in sorted(value, key=str)]
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [jsonable(item) for item in value]
-    if hasattr(value, "tolist"):  # NumPy arrays and scalars, torch tensors: a number or nested lists
-        return jsonable(value.tolist())
-    return str(value)  # paths, dtypes, devices
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value, key=str)
+        if hasattr(value, "tolist"):  # NumPy arrays and scalars, torch tensors: a number or nested lists
+            return value.tolist()
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)  # paths, dtypes
+
+    return json.loads(json.dumps(value, default=plain), parse_constant=lambda name: None)
 
 
 def _unreadable(path: Path, reason: str) -> ConfigError:

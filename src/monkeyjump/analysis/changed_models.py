@@ -42,12 +42,9 @@ def active_routers(model: nn.Module) -> list[tuple[BlockRouter, str]]:
 
 
 def centers_of(model: nn.Module) -> Centers:
-    found = {}
-    for router, name in active_routers(model):
-        for layer in router.layers[name]:
-            if name in layer.monkeyjump_center:
-                found[layer.path] = layer.monkeyjump_center[name].detach().cpu().clone()
-    return found
+    layers = [(layer, name) for router, name in active_routers(model) for layer in router.layers[name]]
+    known = [(layer.path, layer.monkeyjump_center[name]) for layer, name in layers if name in layer.monkeyjump_center]
+    return {path: center.detach().cpu().clone() for path, center in known}
 
 
 @contextmanager

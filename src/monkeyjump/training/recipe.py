@@ -248,20 +248,17 @@ def parse_value(text: str, hint: Any = Any) -> Any:
     Where text is wanted it stays text, were it `none` or 2024; there `null` alone is no value.
     """
     wanted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    word, free, inner = text.lower(), str in wanted, text.removeprefix("[").removesuffix("]")
     if hint == list[str]:
-        return [
-            part.strip().strip("'\"") for part in text.removeprefix("[").removesuffix("]").split(",") if part.strip()
-        ]
-    if text.lower() == "null" or (text.lower() == "none" and str not in wanted):
+        return [part.strip().strip("'\"") for part in inner.split(",") if part.strip()]
+    if word == "null" or (word == "none" and not free):
         return None
-    if text.lower() in ("true", "false") and (bool in wanted or str not in wanted):
-        return text.lower() == "true"
-    if str in wanted:
+    if word in ("true", "false") and (bool in wanted or not free):
+        return word == "true"
+    if free:
         return text
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        if inner == text and "," not in text:
-            return text
-        return [parse_value(part.strip().strip("'")) for part in inner.split(",")]
+        listed = "," in text or len(text) - len(inner) == 2
+        return [parse_value(part.strip().strip("'")) for part in inner.split(",")] if listed else text
