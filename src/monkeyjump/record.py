@@ -117,9 +117,9 @@ def recording(path: str | Path, kind: str, name: str, **known: Any) -> Iterator[
     except BaseException as error:
         record.status = "cancelled" if isinstance(error, KeyboardInterrupt) else "failed"
         record.extra["error"] = f"{type(error).__name__}: {error}"
-        write_record(record, path)
         raise
-    write_record(record, path)
+    finally:
+        write_record(record, path)
 
 
 def write_record(record: RunRecord, path: str | Path) -> Path:
