@@ -38,8 +38,10 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.first_imports import uncollected
     from monkeyjump.training.recipe import load_recipe
 
-    tasks = [f"tasks={options.tasks}"] if options.tasks else []
-    recipe = load_recipe(options.recipe, [*options.overrides, *tasks])
+    overrides = list(options.overrides)
+    overrides += [f"data.folder={options.data}"] if options.data else []
+    overrides += [f"tasks={options.tasks}"] if options.tasks else []
+    recipe = load_recipe(options.recipe, overrides)
     lrs, jobs = checked_rates(options, recipe), checked_jobs(options)
     with uncollected():  # only now: they bring torch, which no mistake above has to wait for
         from monkeyjump.experiments.compare import compare
