@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -94,8 +95,6 @@ def _first_centers(model: nn.Module, tokenizer: Any, recipe: Recipe | None, rows
 
 def checkpoint_centers(adapter: Path) -> dict[int, Centers]:
     """The centres at every checkpoint of the run that an adapter belongs to, by step; empty if there are none."""
-    from safetensors.torch import load_file
-
     found = {}
     for place in (adapter.parent, adapter.parent / "checkpoints"):
         for file in place.glob("checkpoint-*/adapter_model.safetensors"):

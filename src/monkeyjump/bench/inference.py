@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import StaticCache
 
 from monkeyjump.bench import runs
 from monkeyjump.bench.results import milliseconds, ratio
@@ -35,8 +36,6 @@ class InferenceRun(runs.ModesRun):
     """One variant: greedy decoding through one cache whose tensors, like the token's, stay where they are."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
-        from transformers import StaticCache
-
         super().__init__(variant, settings)
         self.built = build(variant, settings)
         self.built.model.eval()

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from monkeyjump import methods
 from monkeyjump.bench.settings import Settings
 from monkeyjump.errors import ConfigError
+from monkeyjump.models import resolve
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tuner.model import require_context
 
 FLOOR = "floor"  # the frozen model: forward, and backward of the activations down to the input embeddings
 PEFT_LORA = "peft-lora"  # as PEFT makes it: adapters in fp32, which copies its input to fp32 beside a bf16 model
@@ -58,8 +64,6 @@ class BuiltVariant:
 
 def variant_names(words: Sequence[str], alone: bool = False) -> list[str]:
     """The variants asked for, the baselines first; `all` is every method of the comparison."""
-    from monkeyjump import methods
-
     asked = [] if alone else [FLOOR, PEFT_LORA]
     for word in words:
         asked += methods.COMPARED if word == "all" else [word]
@@ -76,10 +80,6 @@ def variant_names(words: Sequence[str], alone: bool = False) -> list[str]:
 
 def empty_model(name: str, layers: int | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A causal LM of a named shape, or of a model by name, on the meta device: structure without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from monkeyjump.models import resolve
-
     if name in SHAPES:
         kind, *sizes = SHAPES[name].items()
         depth = {} if layers is None else {"num_hidden_layers": layers}
@@ -117,10 +117,6 @@ def random_ids(model: Any, workload: Settings, generator: torch.Generator) -> to
 
 def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     """A variant on its random model (or on `model`), in training mode, its adapters off their start."""
-    from peft import get_peft_model
-
-    from monkeyjump.tuner.model import require_context
-
     base = plain_model(workload) if model is None else model
     adapted, context = base, None
     if method in (PEFT_LORA, PEFT_LORA_LOW):
@@ -148,8 +144,6 @@ def adapter_settings(workload: Settings) -> dict[str, Any]:
 
 def peft_lora(common: dict[str, Any]) -> Any:
     """PEFT's LoRA with these settings."""
-    from peft import LoraConfig
-
     rank, dropout = common.get("r", 2), common["dropout"]
     alpha: Any = 2.5 * rank  # declared an int, used as a number
     named = common["target_modules"]
@@ -157,8 +151,6 @@ def peft_lora(common: dict[str, Any]) -> Any:
 
 
 def method_config(method: str, workload: Settings) -> Any:
-    from monkeyjump import methods
-
     settings = adapter_settings(workload)
     if method.startswith("mj"):
         settings["center_init"] = "random_normalized"  # needs no data
@@ -172,8 +164,5 @@ def skip_masks(model: Any) -> None:
     look, and would make one for packed rows, which shuts out the flash kernels. No mask function is registered under
     this name, so none is made.
     """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     model.config._attn_implementation = ATTENTION

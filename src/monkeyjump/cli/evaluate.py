@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+from monkeyjump.errors import ConfigError
 
 ENDINGS = (".json", ".csv", ".html", ".predictions.jsonl")  # of the files of a report
 
@@ -23,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
     import torch
 
     from monkeyjump.evaluation.run import EvaluationSettings, evaluate, load_adapter
@@ -68,7 +69,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _harness(model: object, tokenizer: object, options: argparse.Namespace) -> int:
-    from monkeyjump.errors import ConfigError
     from monkeyjump.evaluation.harness import run_harness
 
     if not options.tasks:

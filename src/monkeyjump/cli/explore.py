@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
+from monkeyjump.errors import ConfigError, need
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", help="folder of a saved adapter")
@@ -16,8 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.errors import ConfigError, need
-
     for package in ("starlette", "uvicorn"):
         need(package, "explore", "explored adapters")
     import torch

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from monkeyjump.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from monkeyjump.errors import ConfigError
     from monkeyjump.training.saving import saved_recipe
 
     paths = [Path(name).expanduser() for name in (options.adapter, options.second) if name]
@@ -75,8 +72,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _unfit(adapter: Path) -> list[str]:
     """What keeps an adapter from being inspected, as far as its files say."""
-    import json
-
     try:
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

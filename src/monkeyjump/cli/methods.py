@@ -6,6 +6,9 @@ import argparse
 import textwrap
 from typing import Any
 
+from monkeyjump.errors import ConfigError
+from monkeyjump.tables import Table
+
 DEFAULT = "smollm2-135m"
 
 
@@ -31,8 +34,6 @@ def run(options: argparse.Namespace) -> int:
 
     import monkeyjump as mj
     from monkeyjump.bench.variants import empty_model
-    from monkeyjump.errors import ConfigError
-    from monkeyjump.tables import Table
 
     if options.about:
         if options.about not in mj.methods.names():

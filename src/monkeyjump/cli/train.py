@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from monkeyjump.errors import ConfigError
+from monkeyjump.first_imports import uncollected
+
 # for --help, without pydantic
 RECIPES = "quickstart, vlm-tiny, glue, commonsense, text14, text14-study, image, video, mmt47"
 
@@ -21,8 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.errors import ConfigError
-    from monkeyjump.first_imports import uncollected
     from monkeyjump.training.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)

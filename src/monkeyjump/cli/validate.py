@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.tables import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.schema:
-        import json
-
         from monkeyjump.training import schema
 
         print(json.dumps(getattr(schema, f"{options.schema}_schema")(), indent=2))
@@ -29,7 +29,6 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("name a recipe, such as `monkeyjump validate quickstart`, or ask for a --schema.")
     from monkeyjump.models.bundled import BUNDLED
     from monkeyjump.models.resolve import resolve
-    from monkeyjump.tables import Table
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import SplitLook, look_at, notes
     from monkeyjump.training.recipe import load_recipe

@@ -30,6 +30,8 @@ from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.media import Media
 from monkeyjump.tasks.task import Example
+from monkeyjump.training.saving import saved_recipe
+from monkeyjump.training.shared import dtype_of
 from monkeyjump.tuner.call import belonging_to
 from monkeyjump.tuner.knock_out import knock_out
 from monkeyjump.tuner.model import require_context
@@ -267,9 +269,6 @@ def recorded(model: Any, tokenizer: Any, prompts: Sequence[str], adapter_name: s
 
 def load(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Explorer:
     """The adapters of one or two folders on their base model."""
-    from monkeyjump.training.saving import saved_recipe
-    from monkeyjump.training.shared import dtype_of
-
     folders = [Path(path).expanduser().resolve() for path in paths]
     recipe = saved_recipe(folders[0])
     dtype = None if recipe is None else dtype_of(recipe)  # as it was trained

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
+from tqdm import tqdm
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.models.bundled import cache_dir
@@ -54,8 +55,6 @@ class Features:
 
     def remember(self, rows: Iterable[Sequence[Media]]) -> None:
         """Compute what is missing, with a bar."""
-        from tqdm import tqdm
-
         wanted = {self._path(media, len(row) == 1): (media, len(row) == 1) for row in rows for media in row}
         missing = [each for path, each in wanted.items() if not path.is_file()]
         with torch.no_grad(), tqdm(total=len(missing), desc="features", unit="file", disable=not missing) as bar:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from monkeyjump.errors import ConfigError
 from monkeyjump.record import free_path, writable_folder
 from monkeyjump.training.progress import forget_after
@@ -21,8 +23,6 @@ _RESULTS = ("adapter", "checkpoints", "log.jsonl", "expert-usage.png", RECORD, *
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for one run. The system frees the lock of a process that ended, however it ended."""
-    from filelock import FileLock, Timeout
-
     lock = FileLock(writable_folder(folder, "output") / ".lock")
     try:
         held = lock.acquire(timeout=0)

@@ -12,7 +12,12 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
+from monkeyjump import methods
 from monkeyjump.checked import Section
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_options import KINDS, OPTION_NAMES
+from monkeyjump.methods.presets import METHODS
+from monkeyjump.registry import ADAPTERS
 from monkeyjump.tasks.task_file import TaskFile
 from monkeyjump.training.recipe import Recipe
 
@@ -26,7 +31,6 @@ _FOLDER_NAME = r"^(?!\.{1,2}$)[^/\\]+$"
 
 def recipe_schema() -> Schema:
     """What a recipe may hold: the names of methods and adapters are those of the package."""
-    from monkeyjump import methods
 
     def written(part: Schema) -> Schema:  # YAML reads 1e-4 as a text, and a recipe takes it for the number
         is_number = part.get("type") == "number"
@@ -74,10 +78,6 @@ def _changed(node: Any, change: Callable[[Schema], Schema]) -> Any:
 
 def _adapter_keys() -> dict[str, Schema]:
     """Every key under `adapter`: the fields, the options (which are keys by themselves, too), and those of methods."""
-    from monkeyjump.config import MonkeyJumpConfig
-    from monkeyjump.config_options import OPTION_NAMES
-    from monkeyjump.registry import ADAPTERS
-
     keys = {field.name: _field_schema(field) for field in fields(MonkeyJumpConfig)}
     keys["adapter"]["enum"] = ADAPTERS.names()
     places: dict[str, Schema] = {}
@@ -103,9 +103,6 @@ def _field_schema(field: Field[Any]) -> Schema:
 
 def option_owners() -> dict[str, dict[str, dict[str, Schema]]]:
     """`adapter_options` by adapter, and `method_options` by what a configuration must say to have them."""
-    from monkeyjump.config_options import KINDS
-    from monkeyjump.registry import ADAPTERS
-
     adapters = {f"adapter={name!r}": ADAPTERS.get(name).options for name in ADAPTERS}
     kinds = {kind.needs: {field.name: field for field in fields(kind)} for kind in KINDS.values()}
     return {
@@ -119,9 +116,6 @@ def option_owners() -> dict[str, dict[str, dict[str, Schema]]]:
 
 def method_keys() -> dict[str, Schema]:
     """What single methods take under `adapter` beside the fields."""
-    from monkeyjump import methods
-    from monkeyjump.methods.presets import METHODS
-
     found: dict[str, Schema] = {}
     for method in methods.names():
         types = get_type_hints(METHODS.get(method))

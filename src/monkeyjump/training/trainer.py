@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import integration_utils as integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from monkeyjump.errors import ConfigError
@@ -162,8 +163,6 @@ def check_loggers(wanted: Sequence[str]) -> None:
     """Whether Transformers knows these loggers and has what they need, before a run finds out."""
     if not wanted:
         return
-    from transformers.integrations import integration_utils as integrations
-
     available = integrations.get_available_reporting_integrations
     known, there = ([*names, "all", "none"] for names in (integrations.INTEGRATION_TO_CALLBACK, available()))
     problems = [
