@@ -13,15 +13,8 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from monkeyjump.analysis import changed_models as changed
 from monkeyjump.analysis import plots
-from monkeyjump.analysis.changed_models import (
-    active_routers,
-    before_training,
-    can_permute,
-    centers_of,
-    checkpoint_centers,
-    draw_permutation,
-)
 from monkeyjump.analysis.collect import Collection, collect
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, read_text, routes, rows_of_tasks, rows_of_user
@@ -150,15 +143,15 @@ def figures(seen: Inspected) -> Iterator[Drawing]:
     if probed:
         yield draw_probes(collection, probed)
     yield draw_states(collection, model)
-    if all(router.configs[name].uses_centers for router, name in active_routers(model)):
-        with before_training(model, seen.tokenizer, seen.recipe, seen.rows) as words:
-            first, by_block = centers_of(model), centers_by_block(model)
+    if all(router.configs[name].uses_centers for router, name in changed.active_routers(model)):
+        with changed.before_training(model, seen.tokenizer, seen.recipe, seen.rows) as words:
+            first, by_block = changed.centers_of(model), centers_by_block(model)
             before = collect(model, seen.rows).usage
         yield plots.draw_before_after(before, usage, words)
-        yield plots.draw_drift(first, centers_of(model), checkpoint_centers(seen.path), words)
+        yield plots.draw_drift(first, changed.centers_of(model), changed.checkpoint_centers(seen.path), words)
         yield draw_centers(collection, model, by_block, words)
-    if can_permute(model) and any(seen.rows[task].answered for task in usage.tasks):
-        yield draw_permutation(model, seen.rows)
+    if changed.can_permute(model) and any(seen.rows[task].answered for task in usage.tasks):
+        yield changed.draw_permutation(model, seen.rows)
 
 
 def summary(seen: Inspected) -> Table:
