@@ -22,7 +22,7 @@ class ConfigError(ValueError):
 def need(module: str, extra: str, what: str) -> None:
     """Say which extra brings a package that is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f'{what} need {module}: pip install "monkeyjump[{extra}]".', title="missing package")
+        raise ConfigError(f'{module} is needed for {what}: pip install "monkeyjump[{extra}]".', title="missing package")
 
 
 class MonkeyJumpWarning(UserWarning):

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     for package in ("starlette", "uvicorn"):
-        need(package, "explore", "explored adapters")
+        need(package, "explore", "this page")
     import torch
 
     from monkeyjump.explorer.engine import load
