@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from monkeyjump.training.captured import CaptureReport, captured
+from monkeyjump.training.cuda_graphs import CudaGraph
 
 
-class RunAgain:
+class RunAgain(CudaGraph):
     """Does recorded work when it is replayed, into the tensors of its recording, as a CUDA graph does."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar, Union
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -30,7 +29,7 @@ Number = Annotated[float, Field(strict=False), BeforeValidator(_no_bool)]  # YAM
 M = TypeVar("M", bound=Section)
 
 
-def validated(model: type[M], content: Mapping[str, Any], title: str, check: Callable[[M], list[str]]) -> M:
+def validated(model: type[M], content: Any, title: str, check: Callable[[M], list[str]] = lambda _: []) -> M:
     """The content as a `model`; `check` finds what single keys cannot show. All problems are one `ConfigError`."""
     try:
         found = model.model_validate(content)
@@ -91,9 +90,11 @@ def _sentence(model: type[Section], error: Any) -> str:
     rule = _WORDS.get(error["type"], "{msg}").format(msg=error["msg"], **error.get("ctx", {}))
     if error["type"] == "literal_error":  # as YAML spells them
         rule = rule.replace("'", "").replace("True", "true").replace("False", "false")
-    if field is not None and _may_be_null(field.annotation):
+    parts = () if field is None else (field.annotation, *typing.get_args(field.annotation))
+    if type(None) in parts:
         rule += ", or null"
-    hint = did_you_mean(str(error["input"]), _literals(field)) if error["type"] == "literal_error" else ""
+    options = [option for part in parts for option in typing.get_args(part) if isinstance(option, str)]
+    hint = did_you_mean(str(error["input"]), options) if error["type"] == "literal_error" else ""
     return f"{name}={error['input']!r} {rule}{about}.{hint}"
 
 
@@ -114,14 +115,3 @@ def _place(model: type[Section], where: list[str]) -> tuple[type[Section], Any]:
             return inner or home, field if inner is None else None
         home, field = inner, inner.model_fields[part]
     return home, field
-
-
-def _may_be_null(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (Union, types.UnionType) and type(None) in typing.get_args(annotation)
-
-
-def _literals(field: Any) -> list[str]:
-    options = [
-        option for part in (field.annotation, *typing.get_args(field.annotation)) for option in typing.get_args(part)
-    ]
-    return [option for option in options if isinstance(option, str)]

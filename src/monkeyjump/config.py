@@ -14,11 +14,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from peft.config import PeftConfig
+from peft.utils.peft_types import PeftType
 
-from monkeyjump.config_checks import LEARNED_ROUTERS, config_problems
 from monkeyjump.config_options import KINDS, OPTION_NAMES, OptionKinds, place_options, read_options
 from monkeyjump.config_rules import (
+    LEARNED_ROUTERS,
     choice,
+    config_problems,
     described,
     flag,
     fraction,
@@ -31,9 +33,29 @@ from monkeyjump.config_rules import (
     weight,
 )
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
-from monkeyjump.peft_type import PEFT_TYPE
 from monkeyjump.registry import ADAPTERS
 
+
+def extend_peft_types(name: str) -> PeftType:
+    """Add `name` to the enum `PeftType` unless it is there, and return the member.
+
+    PEFT keys its tables with members of the enum and refuses names it does not know; Transformers reads `.value` of the
+    same member. A plain string would load but break `delete_adapter` and `load_adapter`.
+    """
+    if name in PeftType.__members__:
+        return PeftType[name]
+    member = str.__new__(PeftType, name)
+    member._name_ = name
+    member._value_ = name
+    member._sort_order_ = len(PeftType.__members__)  # type: ignore[attr-defined]
+    PeftType._member_names_.append(name)
+    PeftType._member_map_[name] = member
+    PeftType._value2member_map_[name] = member
+    type.__setattr__(PeftType, name, member)
+    return member
+
+
+PEFT_TYPE = extend_peft_types("MONKEYJUMP")
 MODEL_CARD_NOTE = """
 ## Loading this adapter
 
@@ -44,7 +66,7 @@ knows the method (without it, PEFT stops with `KeyError: 'MONKEYJUMP'`):
 import monkeyjump
 from peft import PeftModel
 
-model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+{base}model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 ```
 
 For a program you cannot edit: `python -m monkeyjump run -- PROGRAM ARGUMENTS`.
@@ -214,7 +236,7 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         with open(os.path.join(save_directory, "README.md"), "a+", encoding="utf-8") as card:
             card.seek(0)
             if "import monkeyjump" not in card.read():
-                card.write(MODEL_CARD_NOTE)
+                card.write(MODEL_CARD_NOTE.format(base=""))
 
 
 def _take_options_as_keywords(init: Callable[..., None]) -> Callable[..., None]:

@@ -241,7 +241,8 @@ def read_options(config: MonkeyJumpConfig) -> list[str]:
         found = [f"method_options={options!r} must be a dict of the method's own settings, e.g. {{'name': 1}}."]
         options = {}
     else:
-        found = [problem for name, value in options.items() for problem in _owner_problem(name, value, config)]
+        foreign = [name for name in options if name not in METHOD_OPTIONS or not reads_option(config, name)]
+        found = [_owner_problem(name, options[name], config) for name in foreign]
     for attribute, kind in KINDS.items():
         known = {field.name: field for field in fields(kind)} if kind.serves(config) else {}
         values = {name: options[name] for name in known if name in options}
@@ -252,13 +253,11 @@ def read_options(config: MonkeyJumpConfig) -> list[str]:
     return found
 
 
-def _owner_problem(name: str, value: Any, config: MonkeyJumpConfig) -> list[str]:
+def _owner_problem(name: str, value: Any, config: MonkeyJumpConfig) -> str:
     here = f"router={config.router!r} with placement={config.placement!r}"
     if name not in METHOD_OPTIONS:
         known = [known for known in METHOD_OPTIONS if reads_option(config, known)]
         listed = f"it has {', '.join(known) or 'none'}.{did_you_mean(str(name), known)}"
-        return [f"method_options names {name!r}, which {here} does not have: {listed}"]
+        return f"method_options names {name!r}, which {here} does not have: {listed}"
     needs = " or ".join(kind.needs for kind in METHOD_OPTIONS[name])
-    return (
-        [] if reads_option(config, name) else [f"{name}={value!r} needs {needs}, not {here}: set it, or drop {name}."]
-    )
+    return f"{name}={value!r} needs {needs}, not {here}: set it, or drop {name}."

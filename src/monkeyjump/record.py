@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
-from enum import Enum
 from functools import cache
 from importlib import metadata
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 from monkeyjump.errors import ConfigError
 
 FORMAT = 1  # under the key "monkeyjump_record": what makes a JSON file one of ours
-PACKAGES = ("torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel")
+PACKAGES = ("torch", "transformers", "peft", "monkeyjump", "triton", "liger-kernel", "python")
 Status = Literal["finished", "failed", "cancelled"]
-STATUSES: tuple[Status, ...] = ("finished", "failed", "cancelled")
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _default_versions() -> dict[str, str | None]:
-    return {**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()}
-
-
 def portable_command(argv: Sequence[str]) -> list[str]:
     """The command as given, without this machine's folders: absolute paths become relative to here, or a bare name."""
     if not argv:
         return []
-    program = PurePosixPath(argv[0].replace("\\", "/"))
+    program = PureWindowsPath(argv[0])  # which knows both kinds of slashes
     if program.name == "__main__.py":  # `python -m monkeyjump`, the same as the command
         program = program.parent
     return [program.name, *(_portable(argument) for argument in argv[1:])]
@@ -48,18 +41,10 @@ def portable_command(argv: Sequence[str]) -> list[str]:
 
 def _portable(argument: str) -> str:
     key, equals, value = argument.partition("=")
-    if equals and not _is_absolute(argument):
-        return f"{key}={_portable(value)}"
-    if not _is_absolute(argument):
-        return argument
-    try:
-        return str(Path(argument).expanduser().relative_to(Path.cwd()))
-    except ValueError:
-        return PurePosixPath(argument.replace("\\", "/")).name or "/"
-
-
-def _is_absolute(text: str) -> bool:
-    return text.startswith("~") or PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+    if argument.startswith(("/", "~")) or PureWindowsPath(argument).is_absolute():
+        path, here = Path(argument).expanduser(), Path.cwd()
+        return str(path.relative_to(here)) if path.is_relative_to(here) else PureWindowsPath(argument).name or "/"
+    return f"{key}={_portable(value)}" if equals else argument
 
 
 @cache  # a process runs the source it has imported, however the files change later
@@ -86,17 +71,18 @@ def device_in_words(device: Any = None) -> str:
     """Where a run happened: the given device, or the one a run would use."""
     import torch
 
-    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        index = torch.device(device).index if device is not None else None
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda":
+        properties = torch.cuda.get_device_properties(found)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    if kind == "cpu":
+    if found.type == "cpu":
         return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
-    return f"{kind} ({platform.machine()})"
+    return f"{found.type} ({platform.machine()})"
 
 
 def _version(package: str) -> str | None:
+    if package == "python":
+        return platform.python_version()
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # on the path without being installed
@@ -114,7 +100,7 @@ class RunRecord:
     metrics: dict[str, Any] = field(default_factory=dict)
     status: Status = "finished"
     extra: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str | None] = field(default_factory=_default_versions)
+    versions: dict[str, str | None] = field(default_factory=lambda: {name: _version(name) for name in PACKAGES})
     commit: str | None = field(default_factory=source_commit)
     device: str = field(default_factory=device_in_words)
     command: list[str] = field(default_factory=lambda: portable_command(sys.argv))
@@ -131,15 +117,13 @@ def recording(path: str | Path, kind: str, name: str, **known: Any) -> Iterator[
     except BaseException as error:
         record.status = "cancelled" if isinstance(error, KeyboardInterrupt) else "failed"
         record.extra["error"] = f"{type(error).__name__}: {error}"
-        write_record(record, path)
         raise
-    write_record(record, path)
+    finally:
+        write_record(record, path)
 
 
 def write_record(record: RunRecord, path: str | Path) -> Path:
     """Write a record, atomically: a reader, or a full disk, never leaves half a file in place of the old one."""
-    if record.status not in STATUSES:
-        raise ConfigError(f"status={record.status!r} must be one of {', '.join(STATUSES)}.", title="invalid record")
     record.finished = record.finished or _now()
     content = {"monkeyjump_record": FORMAT, **{f.name: getattr(record, f.name) for f in fields(record)}}
     return write_atomic(path, json.dumps(jsonable(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -159,21 +143,20 @@ def read_record(path: str | Path) -> RunRecord:
     if content["monkeyjump_record"] != FORMAT:
         version = content["monkeyjump_record"]
         raise _unreadable(path, f"has record format {version!r}, this version reads {FORMAT}: update monkeyjump")
-    known = {f.name for f in fields(RunRecord)}
     missing = [name for name in ("kind", "name", "status", "metrics", "config") if name not in content]
     if missing:
         raise _unreadable(path, f"lacks {', '.join(missing)}: it is incomplete")
-    return RunRecord(**{name: value for name, value in content.items() if name in known})
+    return RunRecord(**{f.name: content[f.name] for f in fields(RunRecord) if f.name in content})
 
 
-def write_atomic(path: str | Path, text: str) -> Path:
-    """Write a text file through a temporary neighbour, on disk before it takes the name."""
+def write_atomic(path: str | Path, content: str | bytes) -> Path:
+    """Write a file through a temporary neighbour, on disk before it takes the name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes it private; a result is not
@@ -195,6 +178,17 @@ def free_path(path: str | Path, *endings: str) -> Path:
     return next(p for p in numbered(path) if not any(os.path.lexists(f"{p}{ending}") for ending in endings or ("",)))
 
 
+def output_path(asked: str | None, default: Path, *endings: str) -> Path:
+    """Where results go: a name that nothing has yet. One that was asked for and is taken is an error."""
+    wanted = Path(asked).expanduser() if asked else default
+    writable_folder(wanted.parent, "--output")
+    free = free_path(wanted, *endings)
+    if asked and free != wanted:
+        problem = f"--output {wanted} is there already. Name another, such as {free}."
+        raise ConfigError(problem, title="nothing is overwritten")
+    return free
+
+
 def writable_folder(folder: str | Path, field: str) -> Path:
     """Make a folder and be sure that files can be written there, before the work whose results it is for."""
     folder = Path(folder)
@@ -212,23 +206,15 @@ def writable_folder(folder: str | Path, field: str) -> Path:
 
 def jsonable(value: Any) -> Any:
     """Plain JSON values. NumPy and torch values become numbers or lists; NaN and infinities become null."""
-    if isinstance(value, Enum):
-        return jsonable(value.value)
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if is_dataclass(value) and not isinstance(value, type):
-        return jsonable(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return [jsonable(item) for item in sorted(value, key=str)]
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [jsonable(item) for item in value]
-    if hasattr(value, "tolist"):  # NumPy arrays and scalars, torch tensors: a number or nested lists
-        return jsonable(value.tolist())
-    return str(value)  # paths, dtypes, devices
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value, key=str)
+        if hasattr(value, "tolist"):  # NumPy arrays and scalars, torch tensors: a number or nested lists
+            return value.tolist()
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)  # paths, dtypes
+
+    return json.loads(json.dumps(value, default=plain), parse_constant=lambda name: None)
 
 
 def _unreadable(path: Path, reason: str) -> ConfigError:

@@ -65,9 +65,6 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
-    def __len__(self) -> int:
-        return len(self.names())
-
 
 # Here and not beside the classes, so that a configuration can be checked before any adapter is imported.
 ADAPTERS: Registry[Any] = Registry(

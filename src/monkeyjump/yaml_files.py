@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 
 
 def parse_yaml(content: bytes, source: str, *, as_written: bool = False) -> dict[str, Any]:
     """The keys and values of a file. `as_written` leaves every value the text it is: YAML reads `no` as False."""
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f'{source} needs pyyaml: pip install "monkeyjump[cli]".', title="missing package") from None
+    require("yaml", f"{source} needs PyYAML", "cli")
+    import yaml
+
     base: Any = yaml.BaseLoader if as_written else yaml.SafeLoader
 
     class Loader(base):

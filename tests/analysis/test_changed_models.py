@@ -9,9 +9,14 @@ import torch
 from peft import get_peft_model
 
 import monkeyjump as mj
+from monkeyjump.analysis.changed_models import (
+    answer_nll,
+    before_training,
+    can_permute,
+    centers_of,
+    permute_experts,
+)
 from monkeyjump.analysis.collect import collect
-from monkeyjump.analysis.initial import before_training, centers_of
-from monkeyjump.analysis.permute import answer_nll, can_permute, permute_experts
 from monkeyjump.analysis.rows import Rows, rows_of_tasks
 from monkeyjump.analysis.theory import check_ranks, groups
 from monkeyjump.tasks.encode import Encoder

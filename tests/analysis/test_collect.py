@@ -11,8 +11,7 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.analysis import collect as module
-from monkeyjump.analysis.collect import collect
-from monkeyjump.analysis.sample import Reservoir, spread
+from monkeyjump.analysis.collect import Reservoir, collect, spread
 from monkeyjump.analysis.usage import task_information
 from tests.evaluation.toys import add_adapter, make_model
 from tests.helpers import layers_of

@@ -82,5 +82,5 @@ def test_no_picture_says_why(usage, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nothing to draw"):
         plot_usage(ExpertUsage({}), tmp_path / "usage.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="need matplotlib"):
+    with pytest.raises(ConfigError, match="pictures need matplotlib"):
         plot_usage(usage, tmp_path / "usage.png")

@@ -13,9 +13,9 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from monkeyjump import methods
+from monkeyjump.analysis import changed_models
 from monkeyjump.analysis import inspect as module
-from monkeyjump.analysis import permute
-from monkeyjump.analysis.document import document
+from monkeyjump.analysis.inspect import document
 from monkeyjump.analysis.plots import draw_usage
 from monkeyjump.analysis.style import Drawing
 from monkeyjump.cli.main import main
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(module, "SAMPLE", 90)
-    monkeypatch.setattr(permute, "SHUFFLES", 2)
+    monkeypatch.setattr(changed_models, "SHUFFLES", 2)
 
 
 def cut_off(figure: Any) -> list[str]:

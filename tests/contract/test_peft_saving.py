@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import monkeyjump as mj
-from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.config import PEFT_TYPE
 from monkeyjump.training.shared import Shared
 from tests.contract.common import centers_of, logits, state_of, train
 from tests.helpers import ADAPTER_NAMES, REORDERED, adapted, assert_same, layers_of, mj_config, tiny_llama

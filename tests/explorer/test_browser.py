@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from monkeyjump.explorer import fragment, recorded
+from monkeyjump.explorer import fragment, recorded, script_hash
 from monkeyjump.explorer.engine import Adapter, Explorer, Prompt, Side
-from monkeyjump.explorer.page import script_hash
 from monkeyjump.models import load_model
 from tests.explorer.conftest import serving, unpacked
 from tests.helpers import adapted

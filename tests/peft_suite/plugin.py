@@ -23,7 +23,7 @@ from peft import LoraConfig, VeraConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.config import PEFT_TYPE
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from tests.peft_suite import configs
 from tests.peft_suite.differences import Difference, load

@@ -16,8 +16,7 @@ from monkeyjump.training import captured
 from monkeyjump.training import compile as compiling
 from monkeyjump.training.attention import MASKED, PADS_LAST, attending
 from monkeyjump.training.captured import CaptureReport
-from monkeyjump.training.fast import fast
-from monkeyjump.training.known_modules import known_modules
+from monkeyjump.training.fast import fast, known_modules
 from tests import replay
 from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch, settled, tiny_llama
 from tests.replay import RunAgain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from monkeyjump.tasks import expand
 from monkeyjump.tasks.preflight import look_at
 from monkeyjump.training import estimate as module
 from monkeyjump.training.data import training_data
-from monkeyjump.training.estimate import estimate, in_words
+from monkeyjump.training.estimate import estimate, in_words, say_how_long
 from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.recipe import load_recipe
 from tests.tiny_folder import save_tiny_model, write_recipe
@@ -27,7 +26,9 @@ def test_times_in_words(seconds: float, words: str) -> None:
     assert in_words(seconds) == words
 
 
-def test_tokens_of_every_part_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_every_part_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
     recipe = load_recipe(str(path), ["train.accumulation=2"])
     tasks = expand(recipe.tasks)
@@ -37,12 +38,13 @@ def test_tokens_of_every_part_are_counted(tmp_path: Path, monkeypatch: pytest.Mo
     found = estimate(model, recipe, data, 8, look_at(tasks), center_tokens=100)
     length = sum(map(len, data.items)) / len(data.items)
     assert found is not None
-    assert asdict(found) == pytest.approx(
+    assert found == pytest.approx(
         {
-            "centers": 50,
+            "centres": 50,
             "training": 8 * 2 * 4 * length * 0.5 * 2.5,
             "validation": 2 * (2 * 4) * length * 0.5,
             "test": (2 * 6) * 2 * length * 0.5,
         }
     )
-    assert str(found).startswith("this will take about ")
+    say_how_long(model, recipe, data, 8, look_at(tasks), 100)
+    assert capsys.readouterr().out.startswith("8 steps of 4 x 2 texts: this will take about ")

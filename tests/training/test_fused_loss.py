@@ -19,7 +19,7 @@ from peft import PeftModel
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops.linear_cross_entropy import linear_cross_entropy
 from monkeyjump.training import fused_loss as module
-from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, fused_loss, torch_kernel
+from monkeyjump.training.fused_loss import FusedLoss, choose_kernel, fused_loss
 from tests.architectures.test_architectures import MODELS
 from tests.architectures.test_architectures import SIZE as ARCHITECTURE
 from tests.helpers import adapted, assert_same, gradients, lm_batch, mj_config, routing_state, tiny_llama, wrap
@@ -71,9 +71,9 @@ def test_only_tokens_with_a_label_go_through_the_head(monkeypatch: pytest.Monkey
     batch["labels"][1] = -100
     rows: list[int] = []
 
-    def kernel(hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+    def kernel(hidden: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         rows.append(hidden.shape[0])
-        return torch_kernel(hidden, *others)
+        return linear_cross_entropy(hidden, *others, **options)
 
     found = []
     for fuses in (False, True):
@@ -291,7 +291,7 @@ targets = torch.randint(0, 33, (12,))
 targets[3] = -100
 for b in (None, bias):
     for divisor in (None, torch.tensor(7)):
-        found, expected = liger_kernel(hidden, weight, targets, b, divisor), linear_cross_entropy(
+        found, expected = liger_kernel(hidden, weight, targets, b, divisor=divisor), linear_cross_entropy(
             hidden, weight, targets, b, divisor=divisor)
         torch.testing.assert_close(found, expected)
         a, b_ = (torch.autograd.grad(loss, hidden)[0] for loss in (found, expected))

@@ -280,7 +280,7 @@ def test_an_adapter_finds_its_base_model_on_another_machine(
     monkeypatch.setenv("MONKEYJUMP_CACHE", str(tmp_path / "there"))
     shutil.rmtree(tmp_path / "here")
     code = card.partition("```python\n")[2].partition("```")[0]
-    assert len(code.splitlines()) == 5
+    assert len(code.splitlines()) == 6
     loaded: dict[str, Any] = {}
     exec(code.replace("path/to/this/folder", str(adapter)), loaded)
     expected = load_file(adapter / "adapter_model.safetensors")

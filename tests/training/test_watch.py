@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from monkeyjump.errors import MonkeyJumpWarning
-from monkeyjump.training import watch
-from monkeyjump.training.watch import RoutingWatch
+from monkeyjump.training import callbacks
+from monkeyjump.training.callbacks import RoutingWatch
 from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.trace import ExpertLoad
 from tests.helpers import adapted
@@ -26,7 +26,7 @@ def said(monkeypatch: pytest.MonkeyPatch, looks: Sequence[list[float]], blocks: 
         share = next(shares)
         return {f"layers.{block}": ExpertLoad(EXPERTS, share, []) for block in range(blocks)}
 
-    monkeypatch.setattr(watch, "staged_load", staged)
+    monkeypatch.setattr(callbacks, "staged_load", staged)
     model = adapted(top_k=2)
     watched, found = RoutingWatch(model, require_context(model)), []
     for _ in looks:

@@ -10,15 +10,17 @@ Shapes: B rows of a batch, T tokens, D hidden width, E experts of a router, K ta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from monkeyjump.analysis.probes import pooled
-from monkeyjump.analysis.sample import Batch, Collection, Reservoir, Sample, spread
 from monkeyjump.analysis.usage import ExpertUsage, task_information
+from monkeyjump.evaluation.forward import evaluating
 from monkeyjump.routing.granularity import IGNORE, KINDS
 from monkeyjump.tuner.call import hidden_states
 from monkeyjump.tuner.centers.sample import forward_inputs
@@ -28,7 +30,65 @@ from monkeyjump.tuner.trace import ExpertLoad, RoutingTrace
 if TYPE_CHECKING:
     from monkeyjump.analysis.rows import Rows
 
+Batch = dict[str, Tensor]
 SHUFFLES = 20  # random assignments of rows to tasks that say what chance would give
+
+
+@dataclass
+class Sample:
+    """Tokens drawn uniformly from those of each task, with what is known about each."""
+
+    tasks: Tensor  # [N], places in the list of tasks
+    kinds: Tensor  # [N], places in KINDS
+    positions: Tensor  # [N], tokens before it in its row
+    token_ids: Tensor  # [N]
+    states: dict[str, Tensor] = field(default_factory=dict)  # by block: [N, D] at its entrance
+    gates: dict[str, Tensor] = field(default_factory=dict)  # by router: [N, E]
+
+
+@dataclass
+class Collection:
+    """All that the figures are drawn from."""
+
+    tasks: list[str]
+    usage: ExpertUsage
+    sample: Sample
+    block_of: dict[str, str]  # the block of each router; a router may belong to one projection of it
+    probes: dict[str, dict[str, Tensor]]  # by block and pooling: one state for each probed row
+    probe_tasks: Tensor  # the task of each probed row
+    tokens: int  # that were read
+
+    def router_of(self, block: str) -> str:
+        """The first router of a block."""
+        return next(router for router, owner in self.block_of.items() if owner == block)
+
+    def experts_of(self, router: str) -> list[str]:
+        return self.usage.loads[self.tasks[0]][router].experts
+
+
+class Reservoir:
+    """Slots for a uniform sample of a stream, by Vitter's algorithm R: each item has the same chance to be in it."""
+
+    def __init__(self, capacity: int, seed: int) -> None:
+        self.capacity, self.seen = capacity, 0
+        self.random = np.random.default_rng(seed)
+
+    def offer(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The slots that the next `count` items take, and which of them take those; an item may push out an earlier."""
+        places = np.arange(self.seen, self.seen + count)
+        slots = np.where(places < self.capacity, places, self.random.integers(0, places + 1))
+        self.seen += count
+        taken = np.flatnonzero(slots < self.capacity)
+        last = dict(zip(slots[taken].tolist(), taken.tolist(), strict=True))  # a later item replaces an earlier one
+        return np.array(list(last.keys()), dtype=np.int64), np.array(list(last.values()), dtype=np.int64)
+
+
+def spread(names: Sequence[str], count: int) -> list[str]:
+    """So many of these names, at equal distances, with the last one among them."""
+    if count >= len(names):
+        return list(names)
+    places = np.linspace(0, len(names) - 1, count + 1).round().astype(int)[1:]
+    return [names[place] for place in places]
 
 
 class _Sums:
@@ -105,14 +165,7 @@ class Collector(RoutingTrace):
         self.probe_tasks += [task] * len(self.prompts) * (self.probed_blocks > 0)
 
     def record(
-        self,
-        block: str,
-        adapter: str,
-        names: Any,
-        gates: Tensor,
-        mask: Tensor | None,
-        kinds: Tensor | None = None,
-        probabilities: Tensor | None = None,
+        self, block: str, adapter: str, names: Any, gates: Tensor, mask: Tensor | None, *_: Any, **__: Any
     ) -> None:
         """Count what a router has decided. Routers of towers see parts of pictures, which belong to the task alone."""
         own = tuple(gates.shape[:2]) == self.shape
@@ -191,7 +244,6 @@ class Collector(RoutingTrace):
         return ExpertUsage(loads, known, entropy, information)
 
 
-@torch.no_grad()
 def collect(
     model: nn.Module,
     batches: Mapping[str, Rows | Sequence[Batch]],
@@ -207,14 +259,13 @@ def collect(
     """
     batches = {task: some for task, some in batches.items() if len(some)}  # a task without a row went nowhere
     collector = Collector(model, list(batches), sample, probed, seed)
-    context, was_training = collector.context, model.training
-    device = next(model.parameters()).device
+    context, device = collector.context, next(model.parameters()).device
     outer, context.trace = context.trace, collector
     handles = collector.listeners()
-    model.eval()
+    pairs = ((task, batch) for task, task_batches in enumerate(batches.values()) for batch in task_batches)
     try:
-        for task, task_batches in enumerate(batches.values()):
-            for batch in task_batches:
+        with evaluating(model):
+            for task, batch in pairs:
                 inputs = forward_inputs(context.base, batch, device)
                 # prompt_lengths say where prompts end; labels say it too, but they ask for the logits of all tokens
                 known = "prompt_lengths" in inputs and not context.encoder_decoder
@@ -224,7 +275,6 @@ def collect(
                 progress(len(batch["input_ids"]))
     finally:
         context.trace = outer
-        model.train(was_training)
         for handle in handles:
             handle.remove()
     return collector.result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -13,21 +13,18 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from monkeyjump.analysis import changed_models as changed
 from monkeyjump.analysis import plots
-from monkeyjump.analysis.collect import collect
-from monkeyjump.analysis.document import document, section
-from monkeyjump.analysis.initial import before_training, centers_of, checkpoint_centers, has_centers
-from monkeyjump.analysis.permute import can_permute, draw_permutation
+from monkeyjump.analysis.collect import Collection, collect
 from monkeyjump.analysis.probes import draw_probes, probe_all
 from monkeyjump.analysis.rows import Rows, read_text, routes, rows_of_tasks, rows_of_user
-from monkeyjump.analysis.sample import Collection
-from monkeyjump.analysis.style import Drawing, need
+from monkeyjump.analysis.style import Drawing
 from monkeyjump.analysis.theory import check_ranks, draw_theory, groups
 from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_states
 from monkeyjump.analysis.usage import ExpertUsage
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
-from monkeyjump.explorer import fragment, recorded
+from monkeyjump.explorer import fragment, recorded, script_hash
 from monkeyjump.record import write_atomic
 from monkeyjump.tables import Table
 from monkeyjump.tasks import Task, load_examples
@@ -70,8 +67,8 @@ def inspect(
     adapters: Sequence[tuple[Path, Recipe | None]], settings: InspectSettings, folder: Path
 ) -> tuple[Path, list[Table]]:
     """Write the report on one adapter or two into a folder. Returns the page and the tables for a terminal."""
-    need("matplotlib", "cli", "figures")
-    need("sklearn", "analysis", "t-SNE, probes and clusterings")
+    require("matplotlib", "figures need matplotlib", "cli")
+    require("sklearn", "t-SNE, probes and clusterings need scikit-learn", "analysis")
     names = [path.name if path.name != "adapter" else f"{path.parent.name}/adapter" for path, _ in adapters]
     drawn: list[list[Drawing]] = []
     tables, usages, views = [], [], list[dict[str, Any]]()
@@ -86,7 +83,10 @@ def inspect(
         del seen
         gc.collect()
     if len(usages) == 2 and usages[0].blocks == usages[1].blocks and usages[0].experts == usages[1].experts:
-        drawn[0].insert(0, plots.draw_comparison(usages, names).saved(folder))
+        means = ExpertUsage({name: usage.mean() for name, usage in zip(names, usages, strict=True)})
+        compared = plots.draw_usage(means, of="adapter")  # adapters in the place of tasks
+        compared.name = "comparison"
+        drawn[0].insert(0, compared.saved(folder))
     view, css, script = fragment(views) if views else ("", "", "")
     scripts = [script] if views else []
     page = write_atomic(folder / "report.html", report(names, drawn, tables, view, css=css, scripts=scripts))
@@ -143,15 +143,15 @@ def figures(seen: Inspected) -> Iterator[Drawing]:
     if probed:
         yield draw_probes(collection, probed)
     yield draw_states(collection, model)
-    if has_centers(model):
-        with before_training(model, seen.tokenizer, seen.recipe, seen.rows) as words:
-            first, by_block = centers_of(model), centers_by_block(model)
+    if all(router.configs[name].uses_centers for router, name in changed.active_routers(model)):
+        with changed.before_training(model, seen.tokenizer, seen.recipe, seen.rows) as words:
+            first, by_block = changed.centers_of(model), centers_by_block(model)
             before = collect(model, seen.rows).usage
         yield plots.draw_before_after(before, usage, words)
-        yield plots.draw_drift(first, centers_of(model), checkpoint_centers(seen.path), words)
+        yield plots.draw_drift(first, changed.centers_of(model), changed.checkpoint_centers(seen.path), words)
         yield draw_centers(collection, model, by_block, words)
-    if can_permute(model) and any(seen.rows[task].answered for task in usage.tasks):
-        yield draw_permutation(model, seen.rows)
+    if changed.can_permute(model) and any(seen.rows[task].answered for task in usage.tasks):
+        yield changed.draw_permutation(model, seen.rows)
 
 
 def summary(seen: Inspected) -> Table:
@@ -159,10 +159,8 @@ def summary(seen: Inspected) -> Table:
     usage, rows = seen.collection.usage, []
     for task, deviations in zip(usage.tasks, usage.deviations, strict=True):
         block, expert = np.unravel_index(np.nanargmax(np.abs(deviations)), deviations.shape)
-        gate, entropy = (
-            ExpertUsage({task: usage.loads[task]}).mean_gate,
-            np.mean(list(usage.gate_entropy[task].values())),
-        )
+        gate = ExpertUsage({task: usage.loads[task]}).mean_gate
+        entropy = np.mean(list(usage.gate_entropy[task].values()))
         where = f"{deviations[block, expert]:+.1f} points, {usage.experts[expert]} in {usage.blocks[block]}"
         rows.append([task, str(len(seen.rows[task])), f"{gate:.3f}", f"{entropy:.2f}", where])
     shown = 5 if len(rows) > 1 else 4  # a single task deviates from nothing
@@ -181,3 +179,37 @@ def report(
         pairs = [(who, each) for who, drawings in zip(names, drawn, strict=True) for each in drawings]
         parts.append(section({who: each for who, each in pairs if each.name == name}))
     return document(title, "\n".join(parts), **page)
+
+
+def document(title: str, body: str, css: str = "", scripts: Sequence[str] = ()) -> str:
+    """One HTML file that stands by itself, under a policy that lets in nothing from outside.
+
+    `body` is HTML that the caller has escaped. The policy names the hash of each of the `scripts`: no other one runs.
+    """
+    allowed = "".join(f" {script_hash(script)}" for script in scripts)
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    policy += f"; script-src{allowed}" if scripts else ""
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8") + css
+    inline = "".join(f"<script>{script}</script>\n" for script in scripts)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n{inline}</body>\n</html>\n"
+    )
+
+
+def section(drawings: Mapping[str, Drawing]) -> str:
+    """One figure of the report; the same figure of several adapters stands side by side, each under its name."""
+    first, several = next(iter(drawings.values())), len(drawings) > 1
+    shown = "".join(
+        f"<figure>{f'<b>{escape(name)}</b>' if several else ''}"
+        f'<img alt="{escape(drawing.title)}" src="{drawing.data_uri}">'
+        f"{''.join(f'<p>{escape(finding)}</p>' for finding in drawing.findings)}</figure>"
+        for name, drawing in drawings.items()
+    )
+    return (
+        f'<section id="{escape(first.name)}"><h2>{escape(first.title)}</h2>\n'
+        f'<p class="soft">{escape(first.caption)}</p>\n<div class="{"pair" if several else ""}">{shown}</div></section>'
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ def draw_usage(usage: ExpertUsage, title: str = "Where tokens jump", of: str = "
     kinds = {} if usage.kinds is None else dict(zip(usage.kinds.tasks, usage.kinds.shares, strict=True))
     first = {f"mean of the {of}s" if several else usage.tasks[0]: shares.mean(0)}
     first |= {f"{kind} tokens": values for kind, values in kinds.items()}
-    shown = _most_deviating(usage) if several else []
+    size = np.nanmax(np.abs(deviations), axis=(1, 2))
+    kept = np.argsort(-size, kind="stable")[:_MOST_TASKS].tolist() if several else []
+    shown = [usage.tasks[place] for place in sorted(kept)]
     largest = float(np.nanmax(np.abs(deviations)))
     findings = [f"largest deviation from the mean of the {of}s: {largest:.1f} points"] if several else []
     height = min(9.0, max(2.6, 0.13 * len(usage.blocks) + 1.0))
@@ -71,19 +73,6 @@ def draw_usage(usage: ExpertUsage, title: str = "Where tokens jump", of: str = "
     ]
     columns = [of, "block", "expert", "share", "deviation in points", "task bits of the block"]
     return Drawing("usage", figure, columns, rows, findings, usage.to_dict(), {"of": of})
-
-
-def draw_comparison(usages: Sequence[ExpertUsage], names: Sequence[str]) -> Drawing:
-    """Adapters in the place of tasks: how the mean routing of each differs from that of all."""
-    drawing = draw_usage(ExpertUsage(dict(zip(names, (each.mean() for each in usages), strict=True))), of="adapter")
-    drawing.name = "comparison"
-    return drawing
-
-
-def _most_deviating(usage: ExpertUsage) -> list[str]:
-    size = np.nanmax(np.abs(usage.deviations), axis=(1, 2))
-    kept = set(np.argsort(-size, kind="stable")[:_MOST_TASKS].tolist())
-    return [task for place, task in enumerate(usage.tasks) if place in kept]
 
 
 def _draw_bits(axis: Any, usage: ExpertUsage) -> str:

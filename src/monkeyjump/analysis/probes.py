@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from monkeyjump.analysis.style import COLORS, GREY, Drawing, grid, label, name_ticks
 
 if TYPE_CHECKING:
-    from monkeyjump.analysis.sample import Collection
+    from monkeyjump.analysis.collect import Collection
 
 FROM_END = (1, 10, 20, 30)  # the tokens of a prompt that are probed, counted from its end
 POOLINGS = (*(f"{place} from end" for place in FROM_END), "mean", "max", "attention")
@@ -29,9 +29,7 @@ def pooled(h: Tensor, mask: Tensor) -> dict[str, Tensor]:
     rows, count = torch.arange(len(h), device=h.device), mask.sum(1)
     place = torch.where(mask, torch.arange(h.shape[1], device=h.device), -1)
     order = place.sort(1, descending=True).values  # the real tokens, the last first
-    found = {
-        f"{n} from end": h[rows, order[rows, torch.clamp(torch.full_like(count, n), max=count) - 1]] for n in FROM_END
-    }
+    found = {f"{n} from end": h[rows, order[rows, count.clamp(max=n) - 1]] for n in FROM_END}
     real = mask.unsqueeze(-1)
     found["mean"] = h.masked_fill(~real, 0.0).sum(1) / count.unsqueeze(1)
     found["max"] = h.masked_fill(~real, -torch.inf).amax(1)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monkeyjump.analysis.collect import collect
-from monkeyjump.analysis.sample import Batch
+from monkeyjump.analysis.collect import Batch, collect
 from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks import Example, Task, load_examples
@@ -45,9 +44,6 @@ class Rows:
     def answered(self) -> bool:
         """Whether some row has more than its prompt and the end token."""
         return any(len(each) > each.prompt_length + 1 for each in self.sequences)
-
-    def first(self, count: int) -> Rows:
-        return Rows(self.sequences[:count], self.collate)
 
 
 def rows_of_tasks(encoder: Encoder, tasks: Sequence[Task], count: int, data: str | None, seed: int) -> dict[str, Rows]:

@@ -6,7 +6,6 @@ A figure is drawn without pyplot's global state, so that drawing leaves nothing 
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import tomllib
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import require
 from monkeyjump.record import jsonable, write_atomic
 from monkeyjump.tables import csv_text
 
@@ -39,7 +38,7 @@ class Drawing:
     findings: list[str] = field(default_factory=list)  # what these numbers say, one sentence each
     data: dict[str, Any] = field(default_factory=dict)
     words: dict[str, Any] = field(default_factory=dict)  # that the caption leaves open
-    png: bytes = b""
+    data_uri: str = ""  # the picture as it is embedded in a page, once it is saved
 
     @property
     def title(self) -> str:
@@ -56,14 +55,10 @@ class Drawing:
         content = {"title": self.title, "caption": self.caption, "findings": self.findings, **self.data}
         for ending in ("png", "svg"):
             self.figure.savefig(f"{stem}.{ending}", dpi=150)
-        self.png = Path(f"{stem}.png").read_bytes()
+        self.data_uri = f"data:image/png;base64,{base64.b64encode(Path(f'{stem}.png').read_bytes()).decode()}"
         write_atomic(f"{stem}.csv", csv_text([self.columns, *self.rows]))
         write_atomic(f"{stem}.json", json.dumps(jsonable(content), indent=1, ensure_ascii=False) + "\n")
         return self
-
-    def data_uri(self) -> str:
-        """The picture as it is embedded in a page, once it is saved."""
-        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
 @cache
@@ -71,15 +66,9 @@ def _captions() -> dict[str, dict[str, str]]:
     return tomllib.loads((Path(__file__).parent / "captions.toml").read_text(encoding="utf-8"))
 
 
-def need(module: str, extra: str, what: str) -> None:
-    """Say which extra brings a package that is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f'{what} need {module}: pip install "monkeyjump[{extra}]".', title="missing package")
-
-
 def new_figure(width: float, height: float, title: str = "") -> Any:
     """An empty figure in inches, whose parts are placed so that no label is cut off."""
-    need("matplotlib", "cli", "pictures")
+    require("matplotlib", "pictures need matplotlib", "cli")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -114,7 +103,8 @@ def name_ticks(axis: Any, which: str, names: Sequence[str], most: int = 12) -> N
     """Name the places 0, 1, ... of an axis; of many names every second, third, ... is written."""
     step = -(-len(names) // most)
     places = list(range(0, len(names), step))
-    shown = [_short(names[place]) for place in places]
+    plain = [names[place].removesuffix("_proj").removeprefix("expert ") for place in places]
+    shown = [name if len(name) <= 24 else f"{name[:23]}…" for name in plain]
     rotation = 90 if which == "x" and max(map(len, shown)) > 4 and len(shown) > 2 else 0
     texts = (axis.set_xticks if which == "x" else axis.set_yticks)(places, shown, fontsize=7, rotation=rotation)
     for tick in texts:
@@ -147,8 +137,3 @@ def color_bar(figure: Any, axes: Any, image: Any, words: str) -> None:
 
 def expert_colors(experts: Sequence[str]) -> dict[str, str]:
     return {name: COLORS[place % len(COLORS)] for place, name in enumerate(experts)}
-
-
-def _short(name: str) -> str:
-    name = name.removesuffix("_proj").removeprefix("expert ")
-    return name if len(name) <= 24 else f"{name[:23]}…"

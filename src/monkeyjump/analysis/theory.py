@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monkeyjump.analysis.initial import active_routers
-from monkeyjump.analysis.sample import Collection
+from monkeyjump.analysis.changed_models import active_routers
+from monkeyjump.analysis.collect import Collection
 from monkeyjump.analysis.style import COLORS, Drawing, few_ticks, grid, label, name_ticks
 from monkeyjump.tuner.layer import FrozenLinear, MonkeyJumpLayer
 

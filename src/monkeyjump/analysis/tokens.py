@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from monkeyjump.analysis.initial import active_routers
-from monkeyjump.analysis.sample import Collection, spread
+from monkeyjump.analysis.changed_models import active_routers
+from monkeyjump.analysis.collect import Collection, spread
 from monkeyjump.analysis.style import Drawing, expert_colors, grid, label
 from monkeyjump.ops import reference as ops
 from monkeyjump.routing.granularity import KINDS

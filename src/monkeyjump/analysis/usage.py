@@ -84,7 +84,7 @@ class ExpertUsage:
     def mean_gate(self) -> float:
         """Over all tasks, blocks and experts, zeros included: the constant gate of the same strength."""
         values = [gate for loads in self.loads.values() for load in loads.values() for gate in load.mean_gate]
-        return sum(values) / len(values) if values else 1.0
+        return float(np.mean(values)) if values else 1.0
 
     @property
     def dead(self) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import StaticCache
 
 from monkeyjump.bench import runs
 from monkeyjump.bench.results import milliseconds, ratio
@@ -35,15 +36,11 @@ class InferenceRun(runs.ModesRun):
     """One variant: greedy decoding through one cache whose tensors, like the token's, stay where they are."""
 
     def __init__(self, variant: str, settings: Settings) -> None:
-        from transformers import StaticCache
-
         super().__init__(variant, settings)
         self.built = build(variant, settings)
         self.built.model.eval()
         self.model = self.built.causal_lm
-        generator = torch.Generator(device=self.device).manual_seed(settings.seed)
-        self.prompt = random_ids(self.model, settings, generator)
-        self.extra = {} if self.built.task_ids is None else {"task_ids": self.built.task_ids}
+        self.prompt = random_ids(self.model, settings, self.generator)
         config: Any = self.model.config
         self.cache = StaticCache(config=config, max_cache_len=settings.tokens + settings.new)
         self.token = torch.zeros(settings.batch, 1, dtype=torch.long, device=self.device)
@@ -51,7 +48,9 @@ class InferenceRun(runs.ModesRun):
 
     @torch.no_grad()
     def _advance(self, ids: torch.Tensor) -> None:
-        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **self.extra)
+        out = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **self.built.extra
+        )
         self.logits = out.logits[:, -1]
         self.token.copy_(self.logits.argmax(-1, keepdim=True))
 

@@ -35,9 +35,8 @@ class InitRun(runs.ModesRun):
     def __init__(self, variant: str, settings: Settings) -> None:
         super().__init__(variant, settings)
         base = plain_model(settings).eval()
-        generator = torch.Generator(device=self.device).manual_seed(settings.seed)
         count = -(-settings.keep // (settings.batch * settings.tokens))
-        self.batches = [{"input_ids": random_ids(base, settings, generator)} for _ in range(count)]
+        self.batches = [{"input_ids": random_ids(base, settings, self.generator)} for _ in range(count)]
 
         @torch.no_grad()
         def forwards() -> None:

@@ -113,8 +113,7 @@ class OpRun(runs.ModesRun):
 
     def __init__(self, variant: str, settings: Settings) -> None:
         super().__init__(variant, settings)
-        generator = torch.Generator(device=self.device).manual_seed(settings.seed)
-        normal = partial(torch.randn, generator=generator, device=self.device)
+        normal = partial(torch.randn, generator=self.generator, device=self.device)
         prepare = partial(OPS[variant], settings.size, getattr(torch, settings.dtype), normal)
         first, reads = prepare()
         self.read_bytes = sum(tensor.nbytes for tensor in reads)

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ def settings_from(options: Namespace) -> Settings:
 
 def measure(settings: Settings, tell: Callable[[Row], None]) -> tuple[BenchRecord, list[Table]]:
     """Run a benchmark; `tell` hears of every row as soon as it is there."""
-    module, folder = import_module(f"monkeyjump.bench.{settings.verb}"), output_folder(settings)
+    module, folder = import_module(f"monkeyjump.bench.{settings.verb}"), settings.folder
     measurements = module.measurements(settings)
     config = {name: getattr(settings, name) for name in VERBS[settings.verb].options.split() if name != "output"}
-    record = BenchRecord(folder, _name(settings), config, getattr(module, "SAME", ("mode",)))
+    record = BenchRecord(folder, settings.name, config, getattr(module, "SAME", ("mode",)))
     hold = (settings.hold or settings.jobs) if settings.jobs else 1  # in one process, one variant at a time
     turns = Turns(settings.jobs, hold, settings.compile_timeout, folder / "logs", settings.rounds)
     with closing(turns.rows(measurements)) as rows:
@@ -64,14 +65,6 @@ def measure(settings: Settings, tell: Callable[[Row], None]) -> tuple[BenchRecor
     record.save()
     title = getattr(module, "TITLE", "Bench {verb}, {shape}, {batch} x {tokens} tokens").format(**vars(settings))
     return record, result_tables(shown, title, module.COLUMNS, getattr(module, "TABLE_FOR_EACH", ("mode",)))
-
-
-def _name(settings: Settings) -> str:
-    return f"bench-{settings.verb}" + (f"-{settings.shape}" if settings.verb != "ops" else "")
-
-
-def output_folder(settings: Settings) -> Path:
-    return Path(settings.output or f"runs/{_name(settings)}")
 
 
 class BenchRecord:
@@ -91,19 +84,14 @@ class BenchRecord:
         alike = (i for i, known in enumerate(self.rows) if all(known.get(key) == row.get(key) for key in keys))
         place = next(alike, len(self.rows))
         self.rows[place : place + 1] = [row]
-        self._add_ratios()
-        self.save()
-
-    def _add_ratios(self) -> None:
-        """Put `time_vs_floor`, `memory_vs_peft`, ... into every row whose reference, alike in `same`, was measured."""
+        # `time_vs_floor`, `memory_vs_peft`, ... of every row whose reference, alike in `same`, was measured
         measured = [row for row in self.rows if row["status"] == "ok"]
-        found = {(row["variant"], *(row.get(key) for key in self.same)): row for row in measured}
-        for row in measured:
-            for variant, short in REFERENCES.items():
-                reference = found.get((variant, *(row.get(key) for key in self.same)), {})
-                for name, key in MEASURES.items():
-                    if reference.get(key) and row.get(key) is not None:
-                        row[f"{name}_vs_{short}"] = row[key] / reference[key]
+        found = {tuple(row.get(key) for key in keys): row for row in measured}
+        for one, (variant, short), (name, key) in product(measured, REFERENCES.items(), MEASURES.items()):
+            reference = found.get((variant, *(one.get(same) for same in self.same)), {})
+            if reference.get(key) and one.get(key) is not None:
+                one[f"{name}_vs_{short}"] = one[key] / reference[key]
+        self.save()
 
     def save(self) -> None:
         self.content.finished = None  # so that it is the time of this writing

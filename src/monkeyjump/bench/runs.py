@@ -19,6 +19,7 @@ from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.turns import Row, failure
 from monkeyjump.bench.variants import BuiltVariant
 from monkeyjump.training.compile import whole_call
+from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 
 Call = Callable[[], object]
 SETTLE = 3  # steps until a compiled model compiles no more: the first leaves losses and gradients behind
@@ -31,6 +32,7 @@ class ModesRun:
 
     def __init__(self, variant: str, settings: Settings) -> None:
         self.variant, self.settings, self.device = variant, settings, settings.device
+        self.generator = torch.Generator(device=self.device).manual_seed(settings.seed)
         self.compiled: list[tuple[Any, Any]] = []  # a module and its compiled call
         self.compiler: Row = {}  # what a row says of the compiler
         self.compile_failure: Row | None = None  # not the error itself, which would keep its frames' tensors alive
@@ -131,17 +133,12 @@ def times(call: Call, repeats: int, device: str) -> list[float]:
     return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
-def captured(call: Call, warm_up: Call, before: Call = lambda: None) -> torch.cuda.CUDAGraph:
+def captured(call: Callable[[], Any], warm_up: Callable[[], Any], before: Call = lambda: None) -> CudaGraph:
     """One call in a CUDA graph; `warm_up` runs on the stream of the capture, `before` just before the capture."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        warm_up()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph = CudaGraph(Memory())
+    graph.rehearse(warm_up)
     before()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
+    graph.record(call)
     return graph
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from monkeyjump.errors import ConfigError
@@ -64,6 +65,14 @@ class Settings:
     def __post_init__(self) -> None:
         if problems := self.problems():
             raise ConfigError(problems, title="invalid bench")
+
+    @property
+    def name(self) -> str:
+        return f"bench-{self.verb}" + (f"-{self.shape}" if self.verb != "ops" else "")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output or f"runs/{self.name}")
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these settings, one sentence each."""

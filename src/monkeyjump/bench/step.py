@@ -17,7 +17,7 @@ from monkeyjump.bench.results import bytes_in_words, milliseconds, ratio
 from monkeyjump.bench.settings import Settings
 from monkeyjump.bench.turns import Measurement, Row
 from monkeyjump.bench.variants import build, plain_model, random_ids, skip_masks
-from monkeyjump.training.fused_loss import FusedLoss, liger_kernel, torch_kernel
+from monkeyjump.training.fused_loss import FusedLoss, liger_kernel, linear_cross_entropy
 
 COLUMNS = [
     ("variant", "variant", str),
@@ -50,18 +50,16 @@ class StepRun(runs.ModesRun):
         self.built = build(variant, settings, base)
         self.switched_on = ExitStack()  # for as long as this process lives
         if settings.fused_loss != "off":
-            kernel = liger_kernel if settings.fused_loss == "liger" else torch_kernel
+            kernel = liger_kernel if settings.fused_loss == "liger" else linear_cross_entropy
             self.switched_on.enter_context(FusedLoss(self.built.model, kernel).installed())
-        generator = torch.Generator(device=self.device).manual_seed(settings.seed)
-        self.labels = random_ids(base, settings, generator)  # [B, T]
+        self.labels = random_ids(base, settings, self.generator)  # [B, T]
         with torch.no_grad():
             self.embeds = self.built.decoder.embed_tokens(self.labels).detach().clone()  # [B, T, D]
-        like = {"device": self.embeds.device, "dtype": self.embeds.dtype}
-        self.upstream = torch.randn(self.embeds.shape, generator=generator, **like)  # arrives at the last hidden state
+        # it arrives at the last hidden state
+        self.upstream = torch.empty_like(self.embeds).normal_(generator=self.generator)
         self.embeds.requires_grad_()
         # the model, its adapters and the batch: what is there between two steps
-        batch = (self.embeds, self.upstream, self.labels)
-        tensors = [*self.built.model.parameters(), *self.built.model.buffers(), *batch]
+        tensors = [*self.built.model.parameters(), *self.built.model.buffers(), self.embeds, self.upstream, self.labels]
         storages = [tensor.untyped_storage() for tensor in tensors]
         self.resident = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.parameters = self.built.trainable()
@@ -75,8 +73,8 @@ class StepRun(runs.ModesRun):
         """Forward and backward, as a trainer does it: gradients start from nothing."""
         self._drop_gradients()
         if self.settings.scope == "model":
-            extra = {} if self.built.task_ids is None else {"task_ids": self.built.task_ids}
-            self.built.model(inputs_embeds=self.embeds, labels=self.labels, use_cache=False, **extra).loss.backward()
+            given = {"inputs_embeds": self.embeds, "labels": self.labels, **self.built.extra}
+            self.built.model(**given, use_cache=False).loss.backward()
         else:
             self._run_blocks()
         if self.optimizer is not None:
@@ -92,9 +90,8 @@ class StepRun(runs.ModesRun):
         hidden = built.decoder(inputs_embeds=self.embeds, use_cache=False).last_hidden_state
         if context is not None:
             context.close(call)
-            losses = [
-                found for found in (context.losses.take(), context.regularizer(built.causal_lm)) if found is not None
-            ]
+            found = (context.losses.take(), context.regularizer(built.causal_lm))
+            losses = [loss for loss in found if loss is not None]
         torch.autograd.backward([hidden, *losses], [self.upstream, *(None for _ in losses)])
 
     def _settle(self) -> None:

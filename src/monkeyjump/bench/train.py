@@ -19,14 +19,27 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
-from monkeyjump.bench.results import bytes_in_words, milliseconds, output_folder, ratio
-from monkeyjump.bench.settings import Settings
-from monkeyjump.bench.turns import LOG_TAIL, Measurement, Row
-from monkeyjump.bench.variants import PEFT_LORA, plain_model, variant_names
+from monkeyjump.first_imports import uncollected
+
+with uncollected():  # as the command does
+    import torch
+    from peft import get_peft_model
+    from transformers import TrainerCallback
+
+    from monkeyjump.bench.results import bytes_in_words, milliseconds, ratio
+    from monkeyjump.bench.settings import Settings
+    from monkeyjump.bench.turns import LOG_TAIL, Measurement, Row
+    from monkeyjump.bench.variants import PEFT_LORA, adapter_settings, peft_lora, plain_model, variant_names
+    from monkeyjump.models import load_tokenizer
+    from monkeyjump.training import run as running
+    from monkeyjump.training.recipe import Recipe, recipe_from
 
 FAST, PLAIN = "+fast", "+plain"
 TITLE = "Bench train, {shape}, {batch} texts of up to {tokens} tokens, {steps} steps"
@@ -49,21 +62,14 @@ def variants(words: tuple[str, ...], alone: bool) -> list[str]:
 
 
 def measurements(settings: Settings) -> list[Measurement]:
-    folder = output_folder(settings)
-    _save_model(settings, folder / "model")
-    return [Measurement(TrainRun, name, settings) for name in settings.methods]
-
-
-def _save_model(settings: Settings, folder: Path) -> None:
-    from monkeyjump.models import load_tokenizer
-
-    tokenizer = load_tokenizer(settings.tokenizer)
-    model = plain_model(settings)
+    """The variants, for which a model with a tokenizer is saved beside the record."""
+    tokenizer, model = load_tokenizer(settings.tokenizer), plain_model(settings)
     if model.config.vocab_size < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(settings.folder / "model")
+    return [Measurement(TrainRun, name, settings) for name in settings.methods]
 
 
 class TrainRun:
@@ -71,7 +77,7 @@ class TrainRun:
 
     def __init__(self, variant: str, settings: Settings) -> None:
         self.variant, self.settings = variant, settings
-        self.folder = output_folder(settings) / variant
+        self.folder = settings.folder / variant
 
     def warm_up(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +93,7 @@ class TrainRun:
         output.unlink(missing_ok=True)
         order = {"recipe": self._recipe(), "variant": self.variant, "started": time.time(), "output": str(output)}
         with log.open("a") as file:
-            command = [sys.executable, "-m", "monkeyjump.bench.train_process", json.dumps(order)]
+            command = [sys.executable, "-m", "monkeyjump.bench.train", json.dumps(order)]
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
         if done.returncode or not output.exists():
             raise RuntimeError(f"training failed, see {log}: {log.read_text()[-LOG_TAIL:]}")
@@ -104,9 +110,6 @@ class TrainRun:
         settings, method = self.settings, self.variant.removesuffix(FAST).removesuffix(PLAIN)
         on_gpu = settings.device.startswith("cuda")
         slow = self.variant == PEFT_LORA or self.variant.endswith(PLAIN)
-        adapter = {"target_modules": list(settings.targets), "dropout": settings.dropout}
-        if settings.rank is not None:
-            adapter |= {"r": settings.rank, "alpha": 2.5 * settings.rank}
         train: dict[str, Any] = {
             "batch_size": settings.batch,
             "accumulation": 1,
@@ -116,9 +119,9 @@ class TrainRun:
         train |= {"eval_steps": settings.steps, "fused_loss": "torch" if on_gpu else "auto"}
         data = {"folder": settings.data, "max_length": settings.tokens, "packing": settings.packing, "validation": 8}
         return {
-            "model": str(output_folder(settings) / "model"),
+            "model": str(settings.folder / "model"),
             "method": "lora" if method == PEFT_LORA else method,
-            "adapter": adapter,
+            "adapter": adapter_settings(settings),
             "tasks": list(settings.tasks),
             "data": data,
             "train": train,
@@ -127,3 +130,81 @@ class TrainRun:
             "seed": settings.seed,
             "output": str(self.folder / "run"),
         }
+
+
+# -- the process of one turn: it trains as `monkeyjump train` does and says when what was reached --
+
+
+class Clock(TrainerCallback):
+    """When what was reached, in seconds since the process was asked for.
+
+    In a Trainer it waits for the device at the first and the last step, and once in the middle.
+    """
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.reached: dict[str, float] = {}
+
+    def reach(self, name: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.reached[name] = round(time.time() - self.started, 3)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.reach("centres")  # it comes after the callback that places them
+
+    def on_step_end(self, args, state, control, **kwargs):
+        names = {1: "first step", state.max_steps // 2: "middle", state.max_steps: "last step"}
+        if state.global_step in names:
+            self.reach(names[state.global_step])
+
+
+def main(order: dict[str, Any]) -> None:
+    """Train as ordered, and write the result where it is wanted."""
+    recipe, clock = recipe_from(order["recipe"]), Clock(order["started"])
+    clock.reach("imported")
+    with ExitStack() as stack:
+        for name, stand_in in _stand_ins(recipe, clock, order["variant"]).items():
+            stack.enter_context(patch.object(running, name, stand_in))
+        result = running.run(recipe, overwrite=True, test=False)
+    steps, reached = recipe.train.max_steps or 0, clock.reached
+    found = {
+        "step_ms": 1e3 * (reached["last step"] - reached["middle"]) / (steps - steps // 2),
+        "first_step_s": reached["first step"],
+        "wall_s": reached["last step"],
+        "marks": reached,
+        **{name: result.measurements.get(name) for name in ("final_loss", "compile_seconds", "graphs", "replayed")},
+        "peak_bytes": result.measurements["peak_memory_bytes"],
+    }
+    Path(order["output"]).write_text(json.dumps(found))
+
+
+def _stand_ins(recipe: Recipe, clock: Clock, variant: str) -> dict[str, Callable[..., Any]]:
+    """What stands in for names of `training.run`: a clock around the data and in the Trainer, and PEFT's own LoRA."""
+    make_data, make_trainer = running.training_data, running.TaskTrainer
+
+    def data(*args: Any) -> Any:
+        clock.reach("model")
+        found = make_data(*args)
+        clock.reach("data")
+        return found
+
+    def trainer(*args: Any) -> Any:
+        made = make_trainer(*args)
+        made.add_callback(clock)
+        clock.reach("trainer")
+        return made
+
+    found: dict[str, Callable[..., Any]] = {"training_data": data, "TaskTrainer": trainer}
+    if variant.startswith(PEFT_LORA):
+        lora = peft_lora(recipe.adapter)
+        found |= {
+            "get_peft_model": lambda base, _: get_peft_model(base, lora),
+            "MonkeyJumpCallback": lambda **_: TrainerCallback(),
+            "save_adapter": lambda result, *_: result.model.save_pretrained(result.folder / "adapter"),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

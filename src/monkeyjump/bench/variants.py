@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from monkeyjump import methods
 from monkeyjump.bench.settings import Settings
 from monkeyjump.errors import ConfigError
+from monkeyjump.models import resolve
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tuner.model import require_context
 
 FLOOR = "floor"  # the frozen model: forward, and backward of the activations down to the input embeddings
 PEFT_LORA = "peft-lora"  # as PEFT makes it: adapters in fp32, which copies its input to fp32 beside a bf16 model
@@ -47,14 +53,17 @@ class BuiltVariant:
     context: Any  # the routing context of our methods, else None
     task_ids: torch.Tensor | None
 
+    @property
+    def extra(self) -> dict[str, torch.Tensor]:
+        """What a forward of the whole model is given beside its batch."""
+        return {} if self.task_ids is None else {"task_ids": self.task_ids}
+
     def trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
 def variant_names(words: Sequence[str], alone: bool = False) -> list[str]:
     """The variants asked for, the baselines first; `all` is every method of the comparison."""
-    from monkeyjump import methods
-
     asked = [] if alone else [FLOOR, PEFT_LORA]
     for word in words:
         asked += methods.COMPARED if word == "all" else [word]
@@ -71,10 +80,6 @@ def variant_names(words: Sequence[str], alone: bool = False) -> list[str]:
 
 def empty_model(name: str, layers: int | None = None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A causal LM of a named shape, or of a model by name, on the meta device: structure without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from monkeyjump.models import resolve
-
     if name in SHAPES:
         kind, *sizes = SHAPES[name].items()
         depth = {} if layers is None else {"num_hidden_layers": layers}
@@ -112,22 +117,10 @@ def random_ids(model: Any, workload: Settings, generator: torch.Generator) -> to
 
 def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     """A variant on its random model (or on `model`), in training mode, its adapters off their start."""
-    from peft import LoraConfig, get_peft_model
-
-    from monkeyjump.tuner.model import require_context
-
     base = plain_model(workload) if model is None else model
     adapted, context = base, None
     if method in (PEFT_LORA, PEFT_LORA_LOW):
-        rank = workload.rank or 2
-        config = LoraConfig(
-            r=rank,
-            # the scale of ours, 5 / 2, at every rank; declared an int, used as a number
-            lora_alpha=5 * rank / 2,  # type: ignore[arg-type]
-            lora_dropout=workload.dropout,
-            target_modules=list(workload.targets),
-            task_type="CAUSAL_LM",
-        )
+        config = peft_lora(adapter_settings(workload))
         adapted = get_peft_model(base, config, autocast_adapter_dtype=method == PEFT_LORA)
     elif method != FLOOR:
         adapted = get_peft_model(base, method_config(method, workload))
@@ -143,12 +136,22 @@ def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     return built
 
 
-def method_config(method: str, workload: Settings) -> Any:
-    from monkeyjump import methods
+def adapter_settings(workload: Settings) -> dict[str, Any]:
+    """What every method has in common; the scale is 5 / 2 at every rank."""
+    rank = {} if workload.rank is None else {"r": workload.rank, "alpha": 2.5 * workload.rank}
+    return {"target_modules": list(workload.targets), "dropout": workload.dropout, **rank}
 
-    settings: dict[str, Any] = {"target_modules": list(workload.targets), "dropout": workload.dropout}
-    if workload.rank is not None:
-        settings.update(r=workload.rank, alpha=2.5 * workload.rank)
+
+def peft_lora(common: dict[str, Any]) -> Any:
+    """PEFT's LoRA with these settings."""
+    rank, dropout = common.get("r", 2), common["dropout"]
+    alpha: Any = 2.5 * rank  # declared an int, used as a number
+    named = common["target_modules"]
+    return LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=named, task_type="CAUSAL_LM")
+
+
+def method_config(method: str, workload: Settings) -> Any:
+    settings = adapter_settings(workload)
     if method.startswith("mj"):
         settings["center_init"] = "random_normalized"  # needs no data
     return methods.build(method, "mj_paper", **{**settings, **workload.overrides})
@@ -161,8 +164,5 @@ def skip_masks(model: Any) -> None:
     look, and would make one for packed rows, which shuts out the flash kernels. No mask function is registered under
     this name, so none is made.
     """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     model.config._attn_implementation = ATTENTION

@@ -28,9 +28,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     chosen = names() if options.study == "all" else [options.study]
     studies = {Path(name).stem: load_study(name) for name in chosen}
-    recipe = load_recipe(
-        options.recipe, [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
-    )
+    recipe = load_recipe(options.recipe, options.overrides)
     lrs, _ = checked_rates(options, recipe), where(options)
     grids = {name: grid_of(s, recipe, range(options.seeds), lrs, options.widen) for name, s in studies.items()}
     with uncollected():

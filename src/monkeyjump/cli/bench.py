@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any
@@ -45,15 +46,13 @@ def _add_option(parser: argparse.ArgumentParser, verb: Verb, setting: Field) -> 
 
 
 def run(options: argparse.Namespace) -> int:
-    import textwrap
-
     from monkeyjump.bench import results
 
     settings = results.settings_from(options)
     try:
         record, tables = results.measure(settings, _tell)
     except KeyboardInterrupt:
-        print(f"\nstopped; what was measured is in {results.output_folder(settings)}.")
+        print(f"\nstopped; what was measured is in {settings.folder}.")
         return 130
     for table in tables:
         table.show()

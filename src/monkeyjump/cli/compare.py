@@ -22,10 +22,7 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.first_imports import uncollected
     from monkeyjump.training.recipe import load_recipe
 
-    overrides = list(options.overrides)
-    overrides += [f"data.folder={options.data}"] if options.data else []
-    overrides += [f"tasks={options.tasks}"] if options.tasks else []
-    recipe = load_recipe(options.recipe, overrides)
+    recipe = load_recipe(options.recipe, [*options.overrides, *([f"tasks={options.tasks}"] if options.tasks else [])])
     lrs, _ = checked_rates(options, recipe), where(options)
     with uncollected():  # only now: they bring torch, which no mistake above has to wait for
         from monkeyjump.experiments.compare import grid_of_methods

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from monkeyjump.errors import ConfigError
+
+ENDINGS = (".json", ".csv", ".html", ".predictions.jsonl")  # of the files of a report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
     import torch
 
     from monkeyjump.evaluation.run import EvaluationSettings, evaluate, load_adapter
     from monkeyjump.models import load_model
+    from monkeyjump.record import output_path
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import look_at
     from monkeyjump.training.saving import saved_recipe
@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.harness:  # whatever is wrong with data or output, before the model is loaded
         tasks = expand(options.tasks or (recipe.tasks if recipe else "builtin"), settings.bad_media)
         look_at(tasks, settings.data, splits=[settings.split])
-        stem = _stem(options, settings.mode)
+        beside = Path() if options.base_only else Path(options.adapter).expanduser().parent
+        stem = output_path(options.output, beside / f"evaluation-{settings.split}-{settings.mode}", *ENDINGS)
     device = "cuda" if torch.cuda.is_available() else None
     if options.base_only:
         model, tokenizer = load_model(options.adapter, device=device)
@@ -67,27 +68,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stem(options: argparse.Namespace, mode: str) -> Path:
-    """Where the report goes: a name that nothing has yet. One that was asked for and is taken is an error."""
-    from pathlib import Path
-
-    from monkeyjump.errors import ConfigError
-    from monkeyjump.record import free_path, writable_folder
-
-    folder = Path() if options.base_only else Path(options.adapter).expanduser().parent
-    stem = Path(options.output).expanduser() if options.output else folder / f"evaluation-{options.split}-{mode}"
-    writable_folder(stem.parent, "--output")
-    free = free_path(stem, ".json", ".csv", ".html", ".predictions.jsonl")
-    if options.output and free != stem:
-        raise ConfigError(
-            f"--output {stem}: {stem}.json is there already. Name another, such as {free}.",
-            title="nothing is overwritten",
-        )
-    return free
-
-
 def _harness(model: object, tokenizer: object, options: argparse.Namespace) -> int:
-    from monkeyjump.errors import ConfigError
     from monkeyjump.evaluation.harness import run_harness
 
     if not options.tasks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
+from monkeyjump.errors import ConfigError, require
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", help="folder of a saved adapter")
@@ -16,15 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.errors import ConfigError
-
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f'explore needs {error.name}: pip install "monkeyjump[explore]".', title="missing package"
-        ) from error
+    for package in ("starlette", "uvicorn"):
+        require(package, f"this page needs {package}", "explore")
     import torch
 
     from monkeyjump.explorer.engine import load

@@ -20,8 +20,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.rows < 4:
         raise ConfigError(f"--rows {options.rows} must be 4 or more: each task is read in two halves.")
-    overrides = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
-    recipe = load_recipe(options.recipe, overrides)
+    recipe = load_recipe(options.recipe, options.overrides)
     with uncollected():
         from monkeyjump.experiments.forecast import forecast
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from monkeyjump.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from monkeyjump.errors import ConfigError
     from monkeyjump.training.saving import saved_recipe
 
     paths = [Path(name).expanduser() for name in (options.adapter, options.second) if name]
@@ -43,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(problems, title="cannot inspect")
 
     from monkeyjump.analysis.inspect import InspectSettings, inspect
+    from monkeyjump.record import output_path, writable_folder
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import look_at
 
@@ -56,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
         named = options.tasks or (recipe.tasks if recipe else "")
         settings.tasks = expand(named, recipe.data.bad_media if recipe else "raise")
         look_at(settings.tasks, data, splits=["test"])
-    folder = _folder(options, paths[0])
+    beside = paths[0].parent.parent if paths[0].parent.name == "checkpoints" else paths[0].parent
+    folder = writable_folder(output_path(options.output, beside / "inspection"), "--output")
     try:
         page, tables = inspect(list(zip(paths, recipes, strict=True)), settings, folder)
     except BaseException:
@@ -73,8 +72,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _unfit(adapter: Path) -> list[str]:
     """What keeps an adapter from being inspected, as far as its files say."""
-    import json
-
     try:
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -82,20 +79,3 @@ def _unfit(adapter: Path) -> list[str]:
     if config.get("peft_type") != "MONKEYJUMP" or config.get("layers_to_route") == []:
         return [f"{str(adapter)!r} does not route. Name an adapter of a method with a router (monkeyjump methods)."]
     return []
-
-
-def _folder(options: argparse.Namespace, adapter: Path) -> Path:
-    """Where the report goes: a name that nothing has yet. One that was asked for and is taken is an error."""
-    from pathlib import Path
-
-    from monkeyjump.errors import ConfigError
-    from monkeyjump.record import free_path, writable_folder
-
-    run = adapter.parent.parent if adapter.parent.name == "checkpoints" else adapter.parent
-    wanted = Path(options.output).expanduser() if options.output else run / "inspection"
-    free = free_path(wanted)
-    if options.output and free != wanted:
-        raise ConfigError(
-            f"--output {wanted} is there already. Name another, such as {free}.", title="nothing is overwritten"
-        )
-    return writable_folder(free, "--output")

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from monkeyjump import __version__
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 
 VERBS = {
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="monkeyjump", description="Routed parameter-efficient fine-tuning.", epilog=EPILOG
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"monkeyjump {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     asked = next((word for word in arguments if word in VERBS), None)
     for verb, summary in VERBS.items():
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = [word for word in rest if "=" in word and not word.startswith("-")] if "overrides" in options else []
     if len(settings) < len(rest):
         parser.error(f"unknown arguments: {' '.join(word for word in rest if word not in settings)}")
-    if settings:
-        options.overrides = [*options.overrides, *settings]
+    if "overrides" in options:
+        folder = [f"data.folder={options.data}"] if getattr(options, "data", None) else []
+        options.overrides = [*options.overrides, *settings, *folder]
     for name in ("torchao", "torch.utils._pytree"):  # what they say on import is about builds of torchao, not to users
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.formatwarning = _format_warning
@@ -74,12 +76,6 @@ def _format_warning(
     if issubclass(category, MonkeyJumpWarning):
         return f"\nwarning: {message}\n"  # a progress bar may stand on the line
     return _format_of_python(message, category, filename, lineno, line)
-
-
-def _version() -> str:
-    from monkeyjump import __version__
-
-    return f"monkeyjump {__version__}"
 
 
 if __name__ == "__main__":

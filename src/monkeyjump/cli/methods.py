@@ -6,6 +6,9 @@ import argparse
 import textwrap
 from typing import Any
 
+from monkeyjump.errors import ConfigError
+from monkeyjump.tables import Table
+
 DEFAULT = "smollm2-135m"
 
 
@@ -26,10 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    import torch
+    from peft import get_peft_model
+
     import monkeyjump as mj
     from monkeyjump.bench.variants import empty_model
-    from monkeyjump.errors import ConfigError
-    from monkeyjump.tables import Table
 
     if options.about:
         if options.about not in mj.methods.names():
@@ -37,12 +41,15 @@ def run(options: argparse.Namespace) -> int:
         print(mj.methods.describe(options.about))
         return 0
     base = empty_model(options.model)
-    targets = options.targets.split(",") if options.targets else None
+    targets: dict[str, Any] = {"target_modules": options.targets.split(",")} if options.targets else {}
     rows: list[list[str]] = []
     problems: dict[str, list[str]] = {}  # message -> the methods it is about
     for name in mj.methods.names():
         try:
-            count = _count(name, options.preset, base, targets)
+            with torch.device("meta"):
+                model = get_peft_model(base, mj.methods.build(name, options.preset, **targets))
+                count = mj.count_parameters(model)
+                model.unload()
             rows.append([name, f"{count.trainable:,}", f"{count.router:,}", f"{count.buffers:,}"])
         except ConfigError as error:
             rows.append([name, "-", "-", "-"])
@@ -53,17 +60,3 @@ def run(options: argparse.Namespace) -> int:
         print(textwrap.fill(f"{', '.join(about)}: {problem}", width=80))
     print("Buffers (centres, statistics, frozen factors) are kept and saved, not trained.")
     return 0
-
-
-def _count(name: str, preset: str, base: Any, targets: list[str] | None) -> Any:
-    import torch
-    from peft import get_peft_model
-
-    import monkeyjump as mj
-
-    changes: dict[str, Any] = {} if targets is None else {"target_modules": list(targets)}
-    with torch.device("meta"):
-        model = get_peft_model(base, mj.methods.build(name, preset, **changes))
-        count = mj.count_parameters(model)
-        model.unload()
-    return count

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from monkeyjump.tables import Table
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fetch", action="store_true", help="fetch the bundled default model now")
@@ -11,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from monkeyjump.models import DEFAULT_MODEL, list_models, resolve
-    from monkeyjump.tables import Table
 
     if options.fetch:
         resolve(DEFAULT_MODEL)

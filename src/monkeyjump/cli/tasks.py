@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from monkeyjump.errors import ConfigError
+from monkeyjump.tables import Table
+
 if TYPE_CHECKING:
     from monkeyjump.tasks import TaskState
 
@@ -18,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.tables import Table
     from monkeyjump.tasks import describe, expand, groups
 
     chosen = expand(options.names) if options.names else None
@@ -44,7 +46,6 @@ def _data(task: TaskState) -> str:
 
 
 def _show(options: argparse.Namespace, chosen: list | None) -> int:
-    from monkeyjump.errors import ConfigError
     from monkeyjump.tasks.preflight import look_at
 
     if chosen is None or options.show < 1:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from monkeyjump.errors import ConfigError
+from monkeyjump.first_imports import uncollected
+
 # for --help, without pydantic
 RECIPES = "quickstart, vlm-tiny, glue, commonsense, text14, text14-study, image, video, mmt47"
 
@@ -21,12 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from monkeyjump.errors import ConfigError
-    from monkeyjump.first_imports import uncollected
     from monkeyjump.training.recipe import load_recipe
 
-    given = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
-    recipe = load_recipe(options.recipe, given)
+    recipe = load_recipe(options.recipe, options.overrides)
     with uncollected():  # only now: they bring torch, which no mistake in the recipe has to wait for
         from monkeyjump.analysis.rows import measure_usage
         from monkeyjump.record import RunRecord, write_record
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if not result.is_main:
         return 130 if result.interrupted else 0
     loggers = [word for name in options.report_to or [] for word in ("--report-to", name)]
-    command = ["monkeyjump", "train", options.recipe, *given, *loggers]
+    command = ["monkeyjump", "train", options.recipe, *options.overrides, *loggers]
     if result.interrupted or result.report is None:
         print(f"\nstopped at step {result.measurements['steps']}; the checkpoint is in {recipe.folder / 'checkpoints'}")
         print(f"go on with: {shlex.join([*command, '--resume'])}")
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if picture:
         print(f"picture     {picture}")
     print(f"record      {folder / 'record.json'}, log {folder / 'log.jsonl'}")
-    same = [options.recipe, *(word for word in given if not word.startswith(("output=", "method=")))]
+    same = [options.recipe, *(word for word in options.overrides if not word.startswith(("output=", "method=")))]
     print("\nTry next:")
     for words in (
         *([["inspect", str(folder / "adapter")]] if picture else []),

@@ -32,8 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.record import writable_folder
     from monkeyjump.training.recipe import load_recipe, overridden
 
-    overrides = [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
-    recipe = load_recipe(options.recipe, overrides)
+    recipe = load_recipe(options.recipe, options.overrides)
     ranges = [Range.read(words) for words in options.space]
     if options.trials < 1:
         raise ConfigError(f"--trials {options.trials} must be at least 1.")

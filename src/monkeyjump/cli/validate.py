@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.tables import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,31 +20,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.schema or options.recipe is None:
-        return _print_schema(options.schema)
+    if options.schema:
+        from monkeyjump.training import schema
+
+        print(json.dumps(getattr(schema, f"{options.schema}_schema")(), indent=2))
+        return 0
+    if options.recipe is None:
+        raise ConfigError("name a recipe, such as `monkeyjump validate quickstart`, or ask for a --schema.")
     from monkeyjump.models.bundled import BUNDLED
     from monkeyjump.models.resolve import resolve
-    from monkeyjump.tables import Table
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import SplitLook, look_at, notes
     from monkeyjump.training.recipe import load_recipe
 
-    recipe = load_recipe(
-        options.recipe, [*options.overrides, *([f"data.folder={options.data}"] if options.data else [])]
-    )
+    recipe = load_recipe(options.recipe, options.overrides)
     tasks = expand(recipe.tasks, recipe.data.bad_media)
-    errors, looks = list[ConfigError](), list[SplitLook]()
+    problems, looks = list[str](), list[SplitLook]()
     try:
         looks = look_at(tasks, recipe.data.folder, seed=recipe.seed, streaming=True)
     except ConfigError as error:
-        errors.append(error)
+        problems += error.problems
     try:
         if recipe.model not in BUNDLED:  # those are fetched when they are needed
             resolve(recipe.model)
     except ConfigError as error:
-        errors.append(error)
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigError([*errors[0].problems, *errors[1].problems], "not ready")
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems, "not ready")
     from monkeyjump import methods  # only now: it brings torch, which no mistake in the recipe has to wait for
     from monkeyjump.training.trainer import check_loggers
 
@@ -60,15 +64,4 @@ def run(options: argparse.Namespace) -> int:
         print(textwrap.fill(note, 80))
     known = f"recipe {options.recipe!r} is valid: {recipe.method} ({config.adapter}, rank {config.r}) on {recipe.model}"
     print(textwrap.fill(f"{known}, {len(tasks)} tasks; results go to {recipe.folder}", 80, break_long_words=False))
-    return 0
-
-
-def _print_schema(kind: str | None) -> int:
-    if kind is None:
-        raise ConfigError("name a recipe, such as `monkeyjump validate quickstart`, or ask for a --schema.")
-    import json
-
-    from monkeyjump.training import schema
-
-    print(json.dumps(schema.recipe_schema() if kind == "recipe" else schema.task_schema(), indent=2))
     return 0

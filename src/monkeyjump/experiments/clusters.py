@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from monkeyjump.analysis.style import need
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.experiments.compare import CELL, cell_recipe, finished, make_cell
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.jobs import Schedule
@@ -58,10 +57,7 @@ class OnRay:
     """Tasks of Ray: each takes its share of a GPU, or a core, and runs again where its worker or machine is lost."""
 
     def __init__(self, address: str | None, per_gpu: int, function: Callable[..., Any] = make) -> None:
-        need("ray", "ray", "runs on a cluster")
-        import ray
-
-        self.ray = ray
+        self.ray = ray = require("ray", "runs on a cluster need ray", "ray")
         try:
             ray.init(address=address, log_to_driver=False, include_dashboard=False if address is None else None)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -96,9 +92,7 @@ class OnSlurm:
     slots = 8  # where the number of runs is not known beforehand
 
     def __init__(self, cluster: str | None, folder: Path, function: Callable[..., Any] = make) -> None:
-        need("submitit", "slurm", "jobs of Slurm")
-        import submitit
-
+        submitit = require("submitit", "jobs of Slurm need submitit", "slurm")
         self.function, self.executor = function, submitit.AutoExecutor(folder / "jobs", cluster=cluster)
         self.executor.update_parameters(name="monkeyjump", gpus_per_node=0 if cluster == "local" else 1)
 

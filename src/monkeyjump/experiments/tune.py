@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from monkeyjump.analysis.style import need
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, require
 from monkeyjump.experiments.clusters import Engine, engine_of
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table
@@ -84,8 +83,7 @@ def make_trial(settings: dict[str, Any], number: int, journal: str, home: str) -
 
 
 def open_study(journal: Path) -> Any:
-    need("optuna", "tune", "searches over settings")
-    import optuna
+    optuna = require("optuna", "searches over settings need optuna", "tune")
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

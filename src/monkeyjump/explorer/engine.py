@@ -13,7 +13,7 @@ import base64
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.media import Media
 from monkeyjump.tasks.task import Example
+from monkeyjump.training.saving import saved_recipe
+from monkeyjump.training.shared import dtype_of
 from monkeyjump.tuner.call import belonging_to
 from monkeyjump.tuner.knock_out import knock_out
 from monkeyjump.tuner.model import require_context
@@ -62,7 +64,7 @@ class Adapter:
     """What is known of an adapter on the model."""
 
     peft_name: str
-    task_ids: Mapping[str, int] = field(default_factory=dict)
+    task_ids: Mapping[str, int] = field(default_factory=dict)  # of one that routes by task
     usage: Mapping[str, Any] | None = None  # shares by task and block, from the record of its training
 
 
@@ -83,7 +85,11 @@ class Explorer:
 
     def __init__(self, model: Any, tokenizer: Any, adapters: Mapping[str, Adapter], name: str = "") -> None:
         require_context(model)  # or it has nothing to show
-        self.model, self.adapters, self.name = model, dict(adapters), name
+        self.model, self.name, self.adapters = model, name, dict[str, Adapter]()
+        for own_name, known in adapters.items():
+            config = model.peft_config[known.peft_name]
+            by_task = getattr(config, "granularity", "") == "task" or getattr(config, "placement", "") == "nested"
+            self.adapters[own_name] = known if by_task else replace(known, task_ids={})
         config = model.config.get_text_config()
         self.limit = min(MOST_TOKENS, getattr(config, "max_position_embeddings", None) or MOST_TOKENS)
         self.encoder = Encoder(tokenizer, max_length=self.limit)
@@ -96,7 +102,7 @@ class Explorer:
     def about(self) -> dict[str, Any]:
         """What the page has to know before the first prompt."""
         adapters = [
-            {"name": name, "tasks": sorted(known.task_ids) if self._by_task(known) else [], "usage": known.usage}
+            {"name": name, "tasks": sorted(known.task_ids), "usage": known.usage}
             for name, known in self.adapters.items()
         ]
         return {"model": self.name, "adapters": adapters, "limit": self.limit, "pictures": self.pictures is not None}
@@ -175,13 +181,9 @@ class Explorer:
             raise ConfigError("the base model has no experts that could be switched off.", title="adapter")
         return None if side.adapter == BASE else self.adapters[side.adapter]
 
-    def _by_task(self, known: Adapter) -> bool:
-        config = self.model.peft_config[known.peft_name]
-        return getattr(config, "granularity", "") == "task" or getattr(config, "placement", "") == "nested"
-
     def _task_id(self, task: str | None, side: Side) -> int | None:
         known = self._known(side)
-        if known is None or not self._by_task(known) or not known.task_ids:
+        if known is None or not known.task_ids:
             return None
         if task is None or task not in known.task_ids:
             names = ", ".join(sorted(known.task_ids))
@@ -267,9 +269,6 @@ def recorded(model: Any, tokenizer: Any, prompts: Sequence[str], adapter_name: s
 
 def load(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Explorer:
     """The adapters of one or two folders on their base model."""
-    from monkeyjump.training.saving import saved_recipe
-    from monkeyjump.training.shared import dtype_of
-
     folders = [Path(path).expanduser().resolve() for path in paths]
     recipe = saved_recipe(folders[0])
     dtype = None if recipe is None else dtype_of(recipe)  # as it was trained

@@ -16,8 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 PADS_LAST, MASKED = "monkeyjump_pads_last", "monkeyjump_masked"
+_forward = threading.local()  # `boundaries`: whether the forward of this thread says where packed sequences begin
 
 
 @contextmanager
@@ -44,13 +48,6 @@ def attending(model: Any, pads_last: bool) -> Iterator[str]:
         handle.remove()
 
 
-class _Forward(threading.local):
-    boundaries = False  # whether the forward of this thread says where its packed sequences begin
-
-
-_forward = _Forward()
-
-
 def _hands_on(base: nn.Module) -> bool:
     """Whether the attention of a model takes arguments that it does not know, as the boundaries of sequences are."""
     named = [(path.rpartition(".")[2].lower(), module) for path, module in base.named_modules()]
@@ -70,13 +67,9 @@ def _fitting(config: Any, before: str | None, pads_last: bool) -> str | None:
 
 
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
     def where_needed(*args: Any, **kwargs: Any) -> Tensor | None:
         # Transformers allows no skip where it sees, or cannot look whether, sequences are packed
-        causal = kwargs.get("allow_is_causal_skip", True) or _forward.boundaries
+        causal = kwargs.get("allow_is_causal_skip", True) or getattr(_forward, "boundaries", False)
         return None if torch.is_grad_enabled() and causal else sdpa_mask(*args, **kwargs)
 
     def always(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -99,8 +92,6 @@ def pads_last_attention(
     **told: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention [B, T, H, D] of q [B, H, T, D] and k, v [B, G, T, D], within the packed sequences if told."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     ends, longest = told.get("cu_seq_lens_q"), told.get("max_length_q")
     if ends is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)

@@ -28,7 +28,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from monkeyjump.training.cuda_graphs import CudaGraph, Graph, Memory
+from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from monkeyjump.training.progress import say
 from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack
 from monkeyjump.tuner.call import calls_of, running
@@ -54,16 +54,15 @@ class CaptureReport:
 
 
 @contextmanager
-def captured(model: Any, parts: list[Any], new_graph: Callable[[], Graph] | None = None) -> Iterator[CaptureReport]:
+def captured(model: Any, parts: list[Any], new_graph: Callable[[], CudaGraph] | None = None) -> Iterator[CaptureReport]:
     """Replay training forwards of these stacks of blocks of a model inside."""
     new_graph = new_graph or partial(CudaGraph, Memory())
     report, context = CaptureReport(), find_context(model)
     before = [vars(part).get("_compiled_call_impl") for part in parts]
-    if managed(model):
-        report.others["weights are gathered for every call"] += 1
-        parts = []
-    if any(getattr(module, "per_token", False) for module in model.modules()):
-        report.others["AdaLoRA counts the tokens of its experts"] += 1
+    counted = any(getattr(module, "per_token", False) for module in model.modules())
+    if managed(model) or counted:
+        reason = "AdaLoRA counts the tokens of its experts" if counted else "weights are gathered for every call"
+        report.others[reason] += 1
         parts = []
     for part, call in zip(parts, before, strict=False):
         stack = Stack(part, call or part._call_impl, context, new_graph)

@@ -68,12 +68,16 @@ def compiled(
         specialize_float=True,  # rates and scales are no lengths
     )
     call = torch.compile(whole_call, backend=backend or BACKEND, fullgraph=True, dynamic=any_length)
-    _forget_others((kinds, any_length, str(backend or BACKEND), _settings_of(model)), limit)
+    configs = {name: sorted(vars(c).items(), key=str) for name, c in getattr(model, "peft_config", {}).items()}
+    _forget_others((kinds, any_length, str(backend or BACKEND), str(configs)), limit)
     context = find_context(base)
     if context is not None:
         context.shared_inputs.prepare()
     if next(base.parameters()).is_cuda:
-        _start_workers()
+        with suppress(ImportError, AttributeError):  # not a public part of torch
+            from torch._inductor.async_compile import AsyncCompile
+
+            AsyncCompile.warm_pool()  # else the first graph would compile its kernels itself
     with patched, _measured() as report:
         for part in parts:
             part._compiled_call_impl = _TrainingCall(part, what, call, report, asked)
@@ -84,14 +88,6 @@ def compiled(
                 del part._compiled_call_impl
             if context is not None:
                 context.shared_inputs.release()
-
-
-def _start_workers() -> None:
-    """Have the processes that compile kernels ready for the first graph, which would otherwise compile them itself."""
-    with suppress(ImportError, AttributeError):  # not a public part of torch
-        from torch._inductor.async_compile import AsyncCompile
-
-        AsyncCompile.warm_pool()
 
 
 def compiled_parts(base: nn.Module, what: str) -> list[Any]:
@@ -129,26 +125,21 @@ def _forget_others(made_for: Any, limit: int) -> None:
     _last[0] = made_for
 
 
-def _settings_of(model: Any) -> str:
-    configs = getattr(model, "peft_config", {})
-    return str({name: sorted(vars(config).items(), key=str) for name, config in configs.items()})
-
-
 def whole_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     """A module with its hooks. `Module.compile()` makes a graph of the forward and others of the hooks; the router is a
     hook and belongs into one graph with the projections that read its gates."""
     return module._call_impl(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class _TrainingCall:
     """Stands for a module's call where torch itself puts a compiled one: compiled while it trains, else as it is."""
 
-    def __init__(self, module: Any, what: str, call: Callable[..., Any], report: CompileReport, asked: bool) -> None:
-        self.module = module
-        self.what = what
-        self.call = call
-        self.report = report
-        self.asked = asked
+    module: Any
+    what: str
+    call: Callable[..., Any]
+    report: CompileReport
+    asked: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()) or self.report.given_up:
@@ -158,30 +149,25 @@ class _TrainingCall:
         if self.what == "blocks" and args and not args[0].requires_grad:
             # the first block as the others, so that one graph serves all
             args = args[0].detach().requires_grad_(), *args[1:]
+        name = type(self.module).__name__
         try:
             return self.call(self.module, *args, **kwargs)
-        except exc.Unsupported as error:
-            reason = f"the code of {type(self.module).__name__} cannot be traced as one graph"
-            refused = self._refused(reason, error)
-        except exc.FailOnRecompileLimitHit as error:
-            reason = f"{type(self.module).__name__} is compiled again and again, for batches or settings that change"
-            refused = self._refused(reason, error)
-        except exc.TorchDynamoException as error:  # the code that was generated does not compile
-            reason = f"the compiler failed on {type(self.module).__name__}"
-            refused = self._refused(reason, error)
+        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
+            reason = f"the compiler failed on {name}"  # the code that was generated does not compile
+            if isinstance(error, exc.Unsupported):
+                reason = f"the code of {name} cannot be traced as one graph"
+            elif isinstance(error, exc.FailOnRecompileLimitHit):
+                reason = f"{name} is compiled again and again, for batches or settings that change"
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if self.asked:
-            raise refused
+            raise ConfigError(
+                f"train.compile={self.what!r}: {reason} ({first}). Set train.compile=false, or see all reasons with "
+                "TORCH_LOGS=graph_breaks,recompiles.",
+                title="cannot compile",
+            )
         self.report.given_up = reason
         say(f"not compiled: {reason}")
         return self.module._call_impl(*args, **kwargs)
-
-    def _refused(self, reason: str, error: Exception) -> ConfigError:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return ConfigError(
-            f"train.compile={self.what!r}: {reason} ({first}). Set train.compile=false, or see all reasons with "
-            "TORCH_LOGS=graph_breaks,recompiles.",
-            title="cannot compile",
-        )
 
 
 @contextmanager

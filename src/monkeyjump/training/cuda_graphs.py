@@ -5,22 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class Graph(Protocol):
-    """Work that is done again, into the same tensors, whenever it is replayed."""
-
-    def prepare(self, work: Callable[[], None]) -> None: ...
-
-    def rehearse(self, work: Callable[[], None]) -> None: ...
-
-    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]: ...
-
-    def replay(self) -> None: ...
 
 
 class Memory:
@@ -47,7 +34,7 @@ def _stream_of_thread(device: int) -> torch.cuda.Stream:
 
 
 class CudaGraph:
-    """One CUDA graph."""
+    """Work that is done again, into the same tensors, whenever it is replayed. Tests have a stand-in for the CPU."""
 
     def __init__(self, memory: Memory) -> None:
         self._graph, self._memory = torch.cuda.CUDAGraph(), memory

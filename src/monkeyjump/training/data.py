@@ -67,30 +67,32 @@ def training_data(recipe: Recipe, tasks: list[Task], tokenizer: Any, fast: FastS
     count = WIDTHS.get(str(fast.compile), WIDTHS["blocks"])
     sizes = bucket_sizes(mixture.lengths, count) if fast.few_shapes else ()
     found = _padded(recipe, encoder, mixture, sampler, sizes)
-    _report_padding(mixture.lengths, found.collator.buckets)
+    if widths := found.collator.buckets:  # sequences of one batch differ, so it is a little more
+        padded = sum(min(width for width in widths if width >= length) for length in mixture.lengths)
+        share = 1 - sum(mixture.lengths) / padded
+        say(f"batches are {', '.join(map(str, widths))} tokens wide, {share:.0%} of it padding (data.packing: none)")
     return found
 
 
 def encoding(recipe: Recipe) -> dict[str, Any]:
     """How the examples of a recipe become ids."""
-    data = recipe.data
-    how: dict[str, Any] = {"max_length": data.max_length, "answer_format": data.answer}
-    return how | {"bad_media": data.bad_media, "frames": data.frames}
+    same = {name: getattr(recipe.data, name) for name in ("max_length", "bad_media", "frames")}
+    return {**same, "answer_format": recipe.data.answer}
 
 
 def _mixture(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
     data = recipe.data
     caps: dict[str, int] = {task.name: data.cap for task in tasks if data.cap is not None} | data.caps
-    mixture = Mixture.load(
-        tasks,
-        encoder,
-        data.folder,
-        caps=caps,
-        seed=recipe.seed,
-        weights=data.weights,
-        temperature=data.temperature or 1.0,
-    )
-    _report_encoding(encoder)
+    drawn: dict[str, Any] = {"weights": data.weights, "temperature": data.temperature or 1.0}
+    mixture = Mixture.load(tasks, encoder, data.folder, caps=caps, seed=recipe.seed, **drawn)
+    left_out = {
+        "the context of {count} of {all} training texts was cut to max_length": encoder.counts.truncated,
+        "{count} training rows were left out because their pictures or clips cannot be used": encoder.counts.unreadable,
+        "{count} training texts did not fit max_length even without context and were left out": encoder.counts.dropped,
+    }
+    for words, counts in left_out.items():
+        for name, count in counts.items():
+            say(f"{name}: {words.format(count=count, all=encoder.counts.encoded[name])}")
     return mixture
 
 
@@ -136,20 +138,3 @@ class CalibrationBatches:
         budget = GPU_TOKENS if torch.cuda.is_available() else CPU_TOKENS
         for batch in by_tokens(order, self.mixture.lengths, budget, f"{self.seed}/centres/batches"):
             yield self.collator([self.mixture[index] for index in batch])
-
-
-def _report_padding(lengths: list[int], sizes: tuple[int, ...]) -> None:
-    """What fixed widths cost; sequences of one batch differ, so it is a little more."""
-    if sizes:
-        padded = sum(min(size for size in sizes if size >= length) for length in lengths)
-        share = 1 - sum(lengths) / padded
-        say(f"batches are {', '.join(map(str, sizes))} tokens wide, {share:.0%} of it padding (data.packing: none)")
-
-
-def _report_encoding(encoder: Encoder) -> None:
-    for name, count in encoder.counts.truncated.items():
-        say(f"{name}: the context of {count} of {encoder.counts.encoded[name]} training texts was cut to max_length")
-    for name, count in encoder.counts.unreadable.items():
-        say(f"{name}: {count} training rows were left out because their pictures or clips cannot be used")
-    for name, count in encoder.counts.dropped.items():
-        say(f"{name}: {count} training texts did not fit max_length even without context and were left out")

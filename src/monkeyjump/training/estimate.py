@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from monkeyjump.evaluation.forward import evaluating
 from monkeyjump.evaluation.run import without_adapter
 from monkeyjump.tasks.mixture import Mixture
 from monkeyjump.tasks.preflight import SplitLook
 from monkeyjump.training.data import TrainingData
+from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.tuner.centers.sample import forward_inputs
 
@@ -23,20 +24,14 @@ _TRAINING = 2.5
 _SCORING = {"letter": 1.0, "text": 1.3, "generate": 2.0}
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of each part of a run."""
-
-    centers: float
-    training: float
-    validation: float
-    test: float
-
-    def __str__(self) -> str:
-        parts = {"centres": self.centers, "training": self.training, "validation": self.validation, "test": self.test}
+def say_how_long(model: nn.Module, recipe: Recipe, data: TrainingData, steps: int, *known: Any) -> None:
+    """Tell a person the time of all parts of a run, and of each where there are several."""
+    parts = estimate(model, recipe, data, steps, *known)
+    if parts is not None:
         shown = [f"{name} {in_words(seconds)}" for name, seconds in parts.items() if seconds >= 1]
-        total = in_words(sum(parts.values()))
-        return f"this will take about {total}" + (f" ({', '.join(shown)})" if len(shown) > 1 else "")
+        total = in_words(sum(parts.values())) + (f" ({', '.join(shown)})" if len(shown) > 1 else "")
+        how_many = f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts"
+        say(f"{how_many}: this will take about {total}")
 
 
 def in_words(seconds: float) -> str:
@@ -52,8 +47,8 @@ def in_words(seconds: float) -> str:
 
 def estimate(
     model: nn.Module, recipe: Recipe, data: TrainingData, steps: int, looks: Sequence[SplitLook], center_tokens: int
-) -> Estimate | None:
-    """None for streamed data, whose lengths are not known."""
+) -> dict[str, float] | None:
+    """Seconds of each part of a run; None for streamed data, whose lengths are not known."""
     if not isinstance(data.items, Mixture):
         return None
     per_token = _seconds_per_token(model, data, recipe.train.batch_size)
@@ -63,35 +58,31 @@ def estimate(
     evaluations = max(1, steps // (recipe.train.eval_steps or max(1, steps // 4)))
     limit = min(n for n in (recipe.evaluate.validation_limit, recipe.data.validation) if n is not None)
     scoring = per_token * length * _SCORING[recipe.mode]
-    return Estimate(
-        centers=center_tokens * per_token,
-        training=trained * per_token * _TRAINING,
-        validation=evaluations * _rows(looks, "validation", limit) * scoring,
-        test=_rows(looks, "test", recipe.evaluate.test_limit) * scoring * (2 if recipe.evaluate.before else 1),
-    )
+
+    def rows(split: str, limit: int | None) -> int:
+        sizes = [look.rows for look in looks if look.split == split]
+        return sum(size if limit is None else min(size, limit) for size in sizes)
+
+    return {
+        "centres": center_tokens * per_token,
+        "training": trained * per_token * _TRAINING,
+        "validation": evaluations * rows("validation", limit) * scoring,
+        "test": rows("test", recipe.evaluate.test_limit) * scoring * (2 if recipe.evaluate.before else 1),
+    }
 
 
-def _rows(looks: Sequence[SplitLook], split: str, limit: int | None) -> int:
-    sizes = [look.rows for look in looks if look.split == split]
-    return sum(size if limit is None else min(size, limit) for size in sizes)
-
-
-@torch.no_grad()
 def _seconds_per_token(model: Any, data: TrainingData, batch_size: int) -> float:
     """One forward of the frozen model on the first texts, after another one that wakes the machine up."""
     device, base = next(model.parameters()).device, model.get_base_model()
     batch: dict[str, Any] = data.collator([data.items[index] for index in range(min(batch_size, len(data.items)))])
     inputs = forward_inputs(base, batch, device)  # without the logits of a batch, which may be all a device can hold
     inputs.pop("labels", None)
-    was_training = model.training
-    model.eval()
     seconds = 0.0
-    with without_adapter(model):
+    with evaluating(model), without_adapter(model):
         for _ in range(2):
             started = time.perf_counter()
             base(**inputs)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
-    model.train(was_training)
     return seconds / inputs["input_ids"].numel()

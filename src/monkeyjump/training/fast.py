@@ -18,12 +18,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as ranks
+from torch import nn
+
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.attention import attending
 from monkeyjump.training.captured import CaptureReport, captured
 from monkeyjump.training.compile import CompileReport, compiled, compiled_parts
 from monkeyjump.training.fused_loss import fused_loss as with_fused_loss
-from monkeyjump.training.known_modules import known_modules
 from monkeyjump.training.plain_lora import faster_lora
 from monkeyjump.training.progress import say
 
@@ -97,16 +99,6 @@ def _stacks(model: Any, asked: bool) -> list[Any]:
         return []
 
 
-def _checkpoints(module: Any) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False))
-
-
-def distributed() -> bool:
-    import torch.distributed as ranks
-
-    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
-
-
 @contextmanager
 def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> Iterator[FastReport]:
     """Train inside. Settings are the fields of `FastSettings`, given as an object or as keywords.
@@ -119,13 +111,15 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
     report = FastReport()
     with ExitStack() as stack:
         if chosen.few_shapes:
-            if not distributed():  # whoever shards or wraps a model gives it other parameters
+            alone = not ranks.is_available() or not ranks.is_initialized() or ranks.get_world_size() == 1
+            if alone:  # whoever shards or wraps a model gives it other parameters
                 stack.enter_context(known_modules(model))
             stack.enter_context(faster_lora(model))
         report.fused_loss = stack.enter_context(with_fused_loss(model, chosen.fused_loss, parameter.is_cuda))
         if chosen.few_shapes and (stacks := _stacks(model, chosen.asked)):
             report.attention = stack.enter_context(attending(model, chosen.pads_last))
-            if chosen.compile and not chosen.asked and any(map(_checkpoints, model.modules())):
+            checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+            if chosen.compile and not chosen.asked and checkpoints:
                 say("blocks are not compiled: gradient checkpointing computes them again by another graph")
             elif chosen.compile:
                 compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
@@ -135,3 +129,57 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
         yield report
     if report.compiled is not None or report.captured is not None:
         say(str(report))
+
+
+# -- a model that knows its modules, its parameters and its mode --------------------------------
+# A Trainer asks for all parameters and sets the mode of all modules several times in every step. With the modules of a
+# few hundred adapters each walk takes milliseconds of the host, which a captured step does not leave.
+
+_KNOWN = "_known_parameters"
+_MODE, _MODULES = f"{_KNOWN}: mode", f"{_KNOWN}: modules"
+
+
+class _Knows(nn.Module):
+    """Before the class of a model: answers from what is known. No adapter may be added or removed meanwhile."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter(vars(self)[_KNOWN]) if recurse else super().parameters(recurse)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        return iter(vars(self)[_MODULES]) if remove_duplicate else super().modules(remove_duplicate)
+
+    def train(self, mode: bool = True) -> Any:
+        """Nothing is done where this was the last to set a mode; somebody may have changed that of single modules."""
+        known = vars(self)
+        if self.training != mode or known.get(_MODE) != mode:
+            super().train(mode)
+            known[_MODE] = mode
+        return self
+
+
+class _KnowsNumber(_Knows):
+    """The same before a class of Transformers, which counts its parameters in every step."""
+
+    def num_parameters(self, *args: Any, **kwargs: Any) -> int:
+        key = f"{_KNOWN}: {args} {kwargs}"
+        if key not in vars(self):
+            vars(self)[key] = super().num_parameters(*args, **kwargs)  # type: ignore[misc]
+        return vars(self)[key]
+
+
+@contextmanager
+def known_modules(model: nn.Module) -> Iterator[None]:
+    """No walks through all modules inside, neither of the model nor of the base model in it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    before = [(holder, type(holder)) for holder in dict.fromkeys((model, base))]
+    for holder, kind in before:
+        vars(holder).update({_KNOWN: list(holder.parameters()), _MODULES: list(holder.modules())})
+        knowing = _KnowsNumber if hasattr(kind, "num_parameters") else _Knows
+        holder.__class__ = type(kind.__name__, (knowing, kind), {"__module__": kind.__module__})
+    try:
+        yield
+    finally:
+        for holder, kind in before:
+            holder.__class__ = kind
+            for name in [name for name in vars(holder) if name.startswith(_KNOWN)]:
+                del vars(holder)[name]

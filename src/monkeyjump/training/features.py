@@ -8,8 +8,7 @@ so that the two are kept apart.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
+from tqdm import tqdm
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.models.bundled import cache_dir
+from monkeyjump.record import write_atomic
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.media import Media, identity
 from monkeyjump.tasks.pictures import Pictures
@@ -41,9 +42,11 @@ class Features:
         self.dtype = next(base.parameters()).dtype
         self.takes_them = bool(getattr(self.inner, "takes_features", False))
         self.listed: dict[str, bool] = {}  # by kind: whether the model joins a list; else it takes one tensor
-        _check_frozen(base, self.takes_them)
+        digest = hashlib.blake2b(digest_size=16)  # of a few weights of what makes the features
+        for weights in _frozen_parts(base, self.takes_them):
+            digest.update(weights.detach().flatten()[:64].float().cpu().numpy().tobytes())
         readers = [str(getattr(pictures.processor, f"{kind}_processor", "")) for kind in PIXELS]
-        known = name, str(base.config), self.dtype, readers, pictures.frames, _fingerprint(self.inner, self.takes_them)
+        known = name, str(base.config), self.dtype, readers, pictures.frames, digest.hexdigest()
         self.folder = cache_dir() / "features" / cache.key(*known)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,14 +55,11 @@ class Features:
 
     def remember(self, rows: Iterable[Sequence[Media]]) -> None:
         """Compute what is missing, with a bar."""
-        from tqdm import tqdm
-
         wanted = {self._path(media, len(row) == 1): (media, len(row) == 1) for row in rows for media in row}
         missing = [each for path, each in wanted.items() if not path.is_file()]
-        self.folder.mkdir(parents=True, exist_ok=True)
         with torch.no_grad(), tqdm(total=len(missing), desc="features", unit="file", disable=not missing) as bar:
             for media, alone in missing:
-                self._write(self._path(media, alone), self._computed(media, alone))
+                write_atomic(self._path(media, alone), save(self._computed(media, alone)))
                 bar.update()
         some = {media.kind: path for path, (media, _) in wanted.items()}
         self.listed = {kind: bool(load_file(path)["listed"]) for kind, path in some.items()}
@@ -71,7 +71,8 @@ class Features:
         name = PIXELS[media.kind]
         sent = {key: value.to(self.device) for key, value in given.items()}
         make = self.inner.get_image_features if media.kind == "image" else self.inner.get_video_features
-        others = {key: sent[key] for key in given if key != name and key in _parameters(make)}
+        taken = inspect.signature(make).parameters
+        others = {key: sent[key] for key in given if key != name and key in taken}
         found = make(sent[name], **others, **({} if self.takes_them else {"return_dict": True}))
         if getattr(found, "deepstack_features", None) is not None:
             raise ConfigError(
@@ -124,13 +125,6 @@ class Features:
     def _path(self, media: Media, alone: bool) -> Path:
         return self.folder / f"{identity(media)}{'' if alone else '-several'}.safetensors"
 
-    @staticmethod
-    def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-        number, scratch = tempfile.mkstemp(dir=path.parent)
-        os.close(number)
-        save_file(tensors, scratch)
-        os.replace(scratch, path)
-
 
 @contextmanager
 def kept_features(model: Any, recipe: Recipe, batches: TrainingData) -> Iterator[None]:
@@ -161,28 +155,15 @@ def _passing(compute: Any, pixels: str, width: int, listed: bool) -> Any:
     return features
 
 
-def _parameters(function: Any) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(function).parameters)
-
-
-def _fingerprint(inner: Any, projector_may_learn: bool) -> str:
-    """A hash of a few weights of what makes the features."""
-    digest = hashlib.blake2b(digest_size=16)
-    others = ("language_model", "text_model", *(("projector",) if projector_may_learn else ()))
-    for name, parameter in inner.named_parameters():
-        if not any(other in name for other in others):
-            digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _check_frozen(base: Any, projector_may_learn: bool) -> None:
+def _frozen_parts(base: Any, projector_may_learn: bool) -> list[Tensor]:
+    """The parameters of what makes the features."""
     language = language_path(base)
-    trained = [name for name, p in base.named_parameters() if p.requires_grad and outside_language(name, language)]
-    trained = [name for name in trained if not (projector_may_learn and "projector" in name)]
+    parts = {name: p for name, p in base.named_parameters() if outside_language(name, language)}
+    parts = {name: p for name, p in parts.items() if not (projector_may_learn and "projector" in name)}
+    trained = [name for name, parameter in parts.items() if parameter.requires_grad]
     if trained:
         raise ConfigError(
             f"data.keep_features=true keeps what frozen parts make of pictures, but {trained[0]!r} is trained: adapt "
             "language blocks only, or leave keep_features out."
         )
+    return list(parts.values())

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from monkeyjump.errors import ConfigError
 from monkeyjump.record import free_path, writable_folder
 from monkeyjump.training.progress import forget_after
@@ -21,21 +23,17 @@ _RESULTS = ("adapter", "checkpoints", "log.jsonl", "expert-usage.png", RECORD, *
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for one run. The system frees the lock of a process that ended, however it ended."""
-    from filelock import FileLock, Timeout
-
     lock = FileLock(writable_folder(folder, "output") / ".lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
             f"output={str(folder)!r}: another process trains in this folder. Wait for its end, or choose another "
             "folder with output=DIR.",
             title="folder in use",
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, overwrite: bool) -> Path | None:

@@ -22,14 +22,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.forward import evaluating
 from monkeyjump.evaluation.run import has_adapter, without_adapter
 from monkeyjump.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from monkeyjump.tuner.model import find_context
 
-# (hidden [N, D], weight [V, D], targets [N], bias [V] or None, divisor or None for the mean) -> loss
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Any], torch.Tensor]
-
-
+Kernel = Callable[..., torch.Tensor]  # with the arguments of `linear_cross_entropy`
 _PLACES = 256  # numbers of tokens that go through the head are multiples of this
 
 
@@ -58,7 +56,7 @@ def fused_loss(model: Any, setting: bool | str, on_gpu: bool) -> Iterator[str]:
     if chosen == "off":
         yield chosen
         return
-    fused = FusedLoss(model, liger_kernel if chosen == "liger" else torch_kernel)
+    fused = FusedLoss(model, liger_kernel if chosen == "liger" else linear_cross_entropy)
     try:
         fused.check()
     except UnsupportedModelError as problem:
@@ -73,14 +71,8 @@ def fused_loss(model: Any, setting: bool | str, on_gpu: bool) -> Iterator[str]:
         yield chosen
 
 
-def torch_kernel(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, divisor: Any
-) -> torch.Tensor:
-    return linear_cross_entropy(hidden, weight, targets, bias, divisor=divisor)
-
-
 def liger_kernel(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, divisor: Any
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, *, divisor: Any
 ) -> torch.Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -130,9 +122,8 @@ class FusedLoss:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Shadow the head's forward and the model's loss function on the instances; take both back at the end."""
-        before = {
-            holder: vars(holder).get(name) for holder, name in ((self.head, "forward"), (self.base, "_loss_function"))
-        }
+        places = ((self.head, "forward"), (self.base, "_loss_function"))
+        before = [vars(holder).get(name) for holder, name in places]
         self._project_all, self._plain_loss = self.head.forward, self.base.loss_function
         self.head.forward = self._project
         self.base._loss_function = self._loss
@@ -145,10 +136,10 @@ class FusedLoss:
         finally:
             for handle in handles:
                 handle.remove()
-            for holder, name in ((self.head, "forward"), (self.base, "_loss_function")):
+            for (holder, name), shadowed in zip(places, before, strict=True):
                 delattr(holder, name)
-                if before[holder] is not None:
-                    setattr(holder, name, before[holder])
+                if shadowed is not None:
+                    setattr(holder, name, shadowed)
 
     def check(self) -> None:
         """Raise UnsupportedModelError unless the fused loss of three tokens is the ordinary one."""
@@ -178,24 +169,18 @@ class FusedLoss:
         device = self.head.weight.device
         ids = torch.arange(3, device=device).unsqueeze(0)
         extras = {"task_ids": torch.zeros(1, dtype=torch.long, device=device)} if find_context(self.model) else {}
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            devices = [device] if device.type == "cuda" else []
-            # without adapters, whose kernels would be compiled for three tokens
-            off = without_adapter(self.model) if has_adapter(self.model) else nullcontext()
-            with off, torch.no_grad(), torch.random.fork_rng(devices=devices):
-                return self.model(input_ids=ids, labels=ids.clone(), use_cache=False, **extras).loss.float()
-        finally:
-            for module in training:
-                module.training = True
+        devices = [device] if device.type == "cuda" else []
+        # without adapters, whose kernels would be compiled for three tokens
+        off = without_adapter(self.model) if has_adapter(self.model) else nullcontext()
+        with evaluating(self.model), off, torch.random.fork_rng(devices=devices):
+            return self.model(input_ids=ids, labels=ids.clone(), use_cache=False, **extras).loss.float()
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         trains = self._forced or (module.training and torch.is_grad_enabled())
         labels: torch.Tensor | None = kwargs.get("labels") if trains else None
         self._active = labels is not None
-        counted = labels is not None and kwargs.get("shift_labels") is None
-        self._labels = LabelCount(labels) if counted and labels is not None else None
+        shifted = kwargs.get("shift_labels") is not None
+        self._labels = None if labels is None or shifted else LabelCount(labels)
 
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._active:
@@ -203,23 +188,15 @@ class FusedLoss:
         self._hidden = hidden
         return hidden
 
-    def _loss(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = IGNORE,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """In the place of `ForCausalLMLoss`, whose options Transformers names."""
         if not self._active:
-            return self._plain_loss(
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
-            )
+            return self._plain_loss(logits, labels, *args, **options)
         if logits is not self._hidden:
             raise UnsupportedModelError("it changes the logits between lm_head and the loss")
         self._used = True
+        shift_labels, ignore_index = options.get("shift_labels"), options.get("ignore_index", IGNORE)
+        num_items_in_batch = options.get("num_items_in_batch")
         if shift_labels is None:  # token n is what the tokens before it predict
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
@@ -231,7 +208,7 @@ class FusedLoss:
         kept = None if self._labels is None else self._labels.places(targets)
         if kept is not None:
             hidden, targets = hidden.index_select(0, kept), targets.index_select(0, kept)
-        return self.kernel(hidden, self.head.weight, targets, self.head.bias, num_items_in_batch)
+        return self.kernel(hidden, self.head.weight, targets, self.head.bias, divisor=num_items_in_batch)
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
         fused, self._active, self._hidden = self._active and self._hidden is not None, False, None

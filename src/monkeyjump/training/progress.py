@@ -37,30 +37,24 @@ class ProgressBar(TrainerCallback):
     token, `drift` is how far centres have turned since the start (1 minus the cosine). Zeros are not shown.
     """
 
-    def __init__(self) -> None:
-        self.bar: Any = None
-
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", bar_format=BAR)
+        done, others = state.global_step, not state.is_world_process_zero
+        self.bar: Any = tqdm(total=state.max_steps, initial=done, desc="training", bar_format=BAR, disable=others)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
+        self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.bar is not None and logs and "loss" in logs:
+        if logs and "loss" in logs:
             seen = [f"{word} {logs[key]:.2g}" for word, key in SEEN.items() if logs.get(key)]
             self.bar.set_postfix_str(", ".join([f"loss {float(logs['loss']):.3f}", *seen]))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if self.bar is not None and metrics and "eval_mean" in metrics:
-            self.bar.write(f"step {state.global_step}: mean validation metric {100 * metrics['eval_mean']:.1f}")
+        if state.is_world_process_zero and metrics and "eval_mean" in metrics:
+            tqdm.write(f"step {state.global_step}: mean validation metric {100 * metrics['eval_mean']:.1f}")
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.bar.close()
 
 
 class JsonLines(TrainerCallback):
@@ -104,10 +98,8 @@ class Interruptible(TrainerCallback):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.restore()
-
     def restore(self) -> None:
+        """Give the signals back, once training has ended in whatever way."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from monkeyjump.checked import Number, Section, section_of, validated
+from monkeyjump.config_rules import broken
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
-from monkeyjump.training.recipe_checks import check, is_folder_name
 from monkeyjump.yaml_files import parse_yaml
 
 
@@ -28,7 +28,7 @@ def _listed(value: Any) -> Any:
 
 
 def _folder_name(value: str) -> str:
-    if not is_folder_name(value):
+    if value in ("", ".", "..") or set(value) & set("/\\\0"):
         raise PydanticCustomError("rule", "must be the name of one folder; choose another place with output=DIR")
     return value
 
@@ -161,23 +161,42 @@ def names() -> list[str]:
 
 def load_recipe(source: str, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe by name or path, with `key=value` overrides; every unknown key is an error with a suggestion."""
-    settings = _read(source)
-    for override in overrides:
-        _apply(settings, override)
-    return recipe_from(settings, f"recipe {source!r}")
+    return _overridden(_read(source), overrides, source)
 
 
 def overridden(recipe: Recipe, overrides: Iterable[str]) -> Recipe:
     """The recipe with `key=value` overrides on top."""
-    settings = recipe.to_dict()
+    return _overridden(recipe.to_dict(), overrides, recipe.name)
+
+
+def _overridden(settings: dict[str, Any], overrides: Iterable[str], name: str) -> Recipe:
     for override in overrides:
         _apply(settings, override)
-    return recipe_from(settings, f"recipe {recipe.name!r}")
+    return recipe_from(settings, f"recipe {name!r}")
 
 
 def recipe_from(settings: Mapping[str, Any], title: str = "recipe") -> Recipe:
     """A recipe from plain data, checked like a file."""
-    return validated(Recipe, settings, title, check)
+    return validated(Recipe, settings, title, _conflicts)
+
+
+def _conflicts(recipe: Recipe) -> list[str]:
+    """What single keys cannot show: settings that do not go together, one sentence each."""
+    data, train = recipe.data, recipe.train
+    rules = {
+        "data.streaming=true needs train.max_steps: the length of streamed data is not known.": (
+            data.streaming and train.max_steps is None
+        ),
+        "train.compile='model' cannot hold train.gradient_checkpointing=true, which runs blocks twice: set "
+        "train.compile='blocks'.": train.compile == "model" and train.gradient_checkpointing,
+        "data.buckets is for padded batches: data.packing=true has one length; leave one of them out.": (
+            data.buckets and data.packing
+        ),
+        f"data.buckets={data.buckets} must reach data.max_length={data.max_length}: a streamed text may be as long.": (
+            data.buckets and data.streaming and max(data.buckets) < data.max_length
+        ),
+    }
+    return broken(rules)
 
 
 def _bundled() -> Any:
@@ -229,20 +248,17 @@ def parse_value(text: str, hint: Any = Any) -> Any:
     Where text is wanted it stays text, were it `none` or 2024; there `null` alone is no value.
     """
     wanted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    word, free, inner = text.lower(), str in wanted, text.removeprefix("[").removesuffix("]")
     if hint == list[str]:
-        return [
-            part.strip().strip("'\"") for part in text.removeprefix("[").removesuffix("]").split(",") if part.strip()
-        ]
-    if text.lower() == "null" or (text.lower() == "none" and str not in wanted):
+        return [part.strip().strip("'\"") for part in inner.split(",") if part.strip()]
+    if word == "null" or (word == "none" and not free):
         return None
-    if text.lower() in ("true", "false") and (bool in wanted or str not in wanted):
-        return text.lower() == "true"
-    if str in wanted:
+    if word in ("true", "false") and (bool in wanted or not free):
+        return word == "true"
+    if free:
         return text
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        if inner == text and "," not in text:
-            return text
-        return [parse_value(part.strip().strip("'")) for part in inner.split(",")]
+        listed = "," in text or len(text) - len(inner) == 2
+        return [parse_value(part.strip().strip("'")) for part in inner.split(",")] if listed else text

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from monkeyjump.training.cuda_graphs import Graph
+from monkeyjump.training.cuda_graphs import CudaGraph
 from monkeyjump.training.plain_lora import SEEDS, FasterLinear
-from monkeyjump.tuner.call import ModelCall, calls_of
+from monkeyjump.tuner.call import calls_of
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.fast.shared_inputs import Seeds
 from monkeyjump.tuner.recomputation import HOLDERS
@@ -41,7 +41,7 @@ class Stack:
     module: Any
     call: Callable[..., Any]
     context: RoutingContext | None
-    new_graph: Callable[[], Graph]
+    new_graph: Callable[[], CudaGraph]
 
 
 class Recorded:
@@ -54,7 +54,10 @@ class Recorded:
         that loss, which no recording may touch.
         """
         self.stack, self.spec = stack, spec
-        self.leaves = [_own(value) if isinstance(value, Tensor) else value for value in leaves]
+        self.leaves = list(leaves)
+        for place, value in enumerate(leaves):
+            if isinstance(value, Tensor):
+                self.leaves[place] = value.detach().clone().requires_grad_(value.requires_grad)
         self.inputs = [value for value in self.leaves if isinstance(value, Tensor)]
         self.trained = [p for p in stack.module.parameters() if p.requires_grad]
         self.own = {parameter: nn.Parameter(parameter.detach()) for parameter in self.trained} if own_leaves else {}
@@ -152,14 +155,14 @@ class Recorded:
             yield
             return
         before: dict[str, Any] = {name: getattr(call, name) for name in (*TOLD, "seeds")}
-        _set(call, {name: told[name] for name in TOLD if name in told})
+        vars(call).update({name: told[name] for name in TOLD if name in told})
         if told.get("seeds") is not None:
             call.seeds = Seeds.of(told["seeds"])
             self.stack.context.shared_inputs.hand_out(call)
         try:
             yield
         finally:
-            _set(call, before)
+            vars(call).update(before)
 
 
 class _Replayed(torch.autograd.Function):
@@ -179,15 +182,6 @@ class _Replayed(torch.autograd.Function):
             raise RuntimeError("a captured forward has one backward: what the second needs has been overwritten.")
         ctx.flight.landed = True
         return None, None, *ctx.recorded.gradients(upstream)
-
-
-def _set(call: ModelCall, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(call, name, value)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

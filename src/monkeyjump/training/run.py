@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from accelerate import PartialState
 from peft import get_peft_model
 from torch import nn
-from transformers import set_seed
+from transformers import EarlyStoppingCallback, set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
@@ -22,8 +23,8 @@ from monkeyjump.tasks import Task, expand
 from monkeyjump.tasks.preflight import SplitLook, look_at, origins
 from monkeyjump.tasks.task import SPLITS
 from monkeyjump.training.callbacks import MonkeyJumpCallback
-from monkeyjump.training.data import TrainingData, training_data
-from monkeyjump.training.estimate import estimate
+from monkeyjump.training.data import training_data
+from monkeyjump.training.estimate import say_how_long
 from monkeyjump.training.fast import FastReport, FastSettings, fast
 from monkeyjump.training.features import kept_features
 from monkeyjump.training.folder import checkpoint_to_resume, clear, locked
@@ -31,14 +32,7 @@ from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, 
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.saving import save_adapter, write_card
 from monkeyjump.training.shared import Shared
-from monkeyjump.training.trainer import (
-    SaveEvery,
-    TaskTrainer,
-    check_loggers,
-    early_stopping,
-    last_checkpoint,
-    training_arguments,
-)
+from monkeyjump.training.trainer import SaveEvery, TaskTrainer, check_loggers, last_checkpoint, training_arguments
 from monkeyjump.tuner.centers.calibrate import compile_early
 from monkeyjump.tuner.centers.sample import affordable_tokens
 from monkeyjump.tuner.count import ParameterCount, count_parameters
@@ -74,14 +68,13 @@ def run(
     tasks = expand(recipe.tasks, recipe.data.bad_media)
     config = methods.build(recipe.method, recipe.preset, **recipe.adapter)
     check_loggers(recipe.train.report_to)
-    if not ranks.is_main_process:
-        checkpoint = last_checkpoint(recipe.folder / "checkpoints") if resume else None
-        return _run(recipe, tasks, config, ranks, checkpoint, looks=[], test=test, shared=shared)
-    with locked(recipe.folder):
-        checkpoint = checkpoint_to_resume(recipe.folder, resume, overwrite)
-        splits, streaming = SPLITS if test else SPLITS[:2], recipe.data.streaming
-        looks = look_at(tasks, recipe.data.folder, splits=splits, seed=recipe.seed, streaming=streaming)
-        return _run(recipe, tasks, config, ranks, checkpoint, looks=looks, test=test, shared=shared)
+    looks, checkpoint = list[SplitLook](), last_checkpoint(recipe.folder / "checkpoints") if resume else None
+    with locked(recipe.folder) if ranks.is_main_process else nullcontext():
+        if ranks.is_main_process:
+            checkpoint = checkpoint_to_resume(recipe.folder, resume, overwrite)
+            splits, streaming = SPLITS if test else SPLITS[:2], recipe.data.streaming
+            looks = look_at(tasks, recipe.data.folder, splits=splits, seed=recipe.seed, streaming=streaming)
+        return _run(recipe, tasks, config, ranks, checkpoint, looks, test, shared or Shared())
 
 
 def _run(
@@ -90,12 +83,10 @@ def _run(
     config: MonkeyJumpConfig,
     ranks: PartialState,
     checkpoint: Path | None,
-    *,
     looks: list[SplitLook],
     test: bool,
-    shared: Shared | None,
+    shared: Shared,
 ) -> RunResult:
-    shared = shared or Shared()
     base, tokenizer = shared.take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
@@ -104,13 +95,15 @@ def _run(
     on_gpu = torch.cuda.is_available()
     settings = FastSettings.of_recipe(recipe, on_gpu, ranks.num_processes)
     batches = training_data(recipe, tasks, tokenizer, settings)
-    for scoring in (_validation(recipe), *([_test(recipe)] if test else [])):
-        encode_pictures(model, tokenizer, tasks, shared.memory, **scoring)
+    for split in ("validation", *(["test"] if test else [])):
+        encode_pictures(model, tokenizer, tasks, shared.memory, **_scoring(recipe, split))
     steps = batches.steps(recipe, ranks.num_processes)
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
         if checkpoint is None and shared.runs == 1:  # of a resumed run and of a grid it is seen how much is left
-            _say_how_long(model, recipe, config, batches, steps, looks)
+            routed = config.uses_centers and config.layers_to_route != []
+            tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
+            say_how_long(model, recipe, batches, steps, looks, tokens)
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
     interruptible = Interruptible()
@@ -128,7 +121,7 @@ def _run(
                 interruptible,
                 *shared.callbacks,
                 *([SaveEvery(recipe.train.save_steps)] if recipe.train.save_steps else []),
-                *early_stopping(recipe),
+                *([EarlyStoppingCallback(recipe.train.patience)] if recipe.train.patience else []),
             ],
         )
         if on_gpu:
@@ -161,42 +154,27 @@ def _run(
     return result
 
 
-def _say_how_long(
-    model: nn.Module,
-    recipe: Recipe,
-    config: MonkeyJumpConfig,
-    batches: TrainingData,
-    steps: int,
-    looks: list[SplitLook],
-) -> None:
-    routed = config.uses_centers and config.layers_to_route != []
-    tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
-    found = estimate(model, recipe, batches, steps, looks, tokens)
-    if found is not None:
-        say(f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts: {found}")
-
-
 def score_on_test(
     model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory | None = None
 ) -> EvaluationReport:
     """Scores on the test split, as the recipe wants them."""
-    before = recipe.evaluate.before
-    return evaluate(
-        model, tokenizer, tasks, memory=memory, compare_base=before, progress=is_main_rank(), **_test(recipe)
-    )
+    before, how = recipe.evaluate.before, _scoring(recipe, "test")
+    return evaluate(model, tokenizer, tasks, memory=memory, compare_base=before, progress=is_main_rank(), **how)
 
 
-def _test(recipe: Recipe) -> dict[str, Any]:
-    return {"split": "test", "limit": recipe.evaluate.test_limit, **_scoring(recipe)}
+def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory) -> dict[str, float]:
+    how = _scoring(recipe, "validation")
+    report = evaluate(model, tokenizer, tasks, memory=memory, compare_base=False, progress=False, **how)
+    return {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
 
 
-def _validation(recipe: Recipe) -> dict[str, Any]:
-    limits = [n for n in (recipe.evaluate.validation_limit, recipe.data.validation) if n is not None]
-    return {"split": "validation", "limit": min(limits), **_scoring(recipe)}
-
-
-def _scoring(recipe: Recipe) -> dict[str, Any]:
+def _scoring(recipe: Recipe, split: str) -> dict[str, Any]:
+    """How a recipe has the rows of a split scored."""
+    validation = [recipe.evaluate.validation_limit, recipe.data.validation]
+    limits = validation if split == "validation" else [recipe.evaluate.test_limit]
     return {
+        "split": split,
+        "limit": min((limit for limit in limits if limit is not None), default=None),
         "mode": recipe.mode,
         "answer_format": recipe.data.answer,
         "data": recipe.data.folder,
@@ -208,24 +186,16 @@ def _scoring(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory) -> dict[str, float]:
-    report = evaluate(model, tokenizer, tasks, memory=memory, compare_base=False, progress=False, **_validation(recipe))
-    return {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
-
-
 def _measurements(trainer: TaskTrainer, seconds: float, fast: FastReport) -> dict[str, Any]:
     steps, logs = trainer.state.global_step, trainer.state.log_history
     losses = [log["loss"] for log in logs if math.isfinite(log.get("loss", math.nan))]
+    broken = [log for log in logs if not all(math.isfinite(log.get(name, 0.0)) for name in ("loss", "grad_norm"))]
     return {
         "steps": steps,
         "train_seconds": round(seconds, 2),
         "steps_per_second": round(steps / seconds, 4) if seconds else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         "final_loss": losses[-1] if losses else None,
-        "diverged_at": next((log["step"] for log in logs if not _finite(log)), None),
+        "diverged_at": broken[0]["step"] if broken else None,
         **fast.measurements(),
     }
-
-
-def _finite(log: dict[str, Any]) -> bool:
-    return all(math.isfinite(log.get(name, 0.0)) for name in ("loss", "grad_norm"))

@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config import MODEL_CARD_NOTE, MonkeyJumpConfig
 from monkeyjump.evaluation.load import RECIPE_FILE, read_saved_recipe
+from monkeyjump.evaluation.report import EvaluationReport, percent, span
 from monkeyjump.models import published_name, resolve
 from monkeyjump.record import write_atomic
-from monkeyjump.training.card import model_card
+from monkeyjump.tables import Table
 from monkeyjump.training.recipe import Recipe, recipe_from
 
 if TYPE_CHECKING:
@@ -36,8 +37,56 @@ def save_adapter(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig, da
 
 
 def write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> None:
-    card = model_card(recipe, config, result.parameters, result.report, result.origin)
-    write_atomic(recipe.folder / "adapter" / "README.md", card)
+    """The model card, with the metadata that model hubs read: what the adapter was made of, what it scores, and how
+    another machine loads it. It names no folder of this machine."""
+    local = Path(recipe.model).expanduser().exists()
+    given = Path(recipe.model).name if local else recipe.model
+    base, origin = given if local else published_name(recipe.model), result.origin["base"]
+    revision = f", revision {origin['revision']}" if origin["revision"] else ""
+    loading = f"from monkeyjump.models import load_model\nbase_model, tokenizer = load_model({json.dumps(given)})\n"
+    metadata = ["library_name: peft", *([] if local else [f"base_model: {json.dumps(base)}"])]
+    settings = {
+        "base model": f"{base} ({origin['architecture']}, {origin['parameters']:,} parameters{revision})",
+        "method": f"{recipe.method} (preset {recipe.preset})",
+        "adapter": f"{config.adapter}, rank {config.r}, alpha {config.alpha:g}, dropout {config.dropout:g}",
+        "adapted modules": _listed(config.target_modules),
+        "always on": _listed(config.shared_modules),
+        "routing": f"{config.router} by {config.granularity}, top-k {config.top_k}, "
+        f"temperature {config.temperature:g}, placement {config.placement}",
+        "parameters": str(result.parameters),
+        "tasks": _listed(recipe.tasks),
+        "training": f"learning rate {recipe.train.lr:g}, "
+        f"{recipe.train.batch_size} x {recipe.train.accumulation} texts a step, seed {recipe.seed}",
+    }
+    sources = [
+        [*(str(entry[key]) for key in ("task", "split", "rows", "source")), entry.get("sha256", "")[:16]]
+        for entry in result.origin["data"]
+    ]
+    parts = [
+        "\n".join(["---", *metadata, f"tags: [monkeyjump, peft, {recipe.method}]", "---"]),
+        f"# {recipe.name}",
+        f"An adapter for {base}.",
+        Table("", ["setting", "value"], [[name, value] for name, value in settings.items()], left=2).markdown(),
+        *_results(result.report),
+        "## Training data",
+        Table("", ["task", "split", "rows", "from", "sha256"], sources, left=5).markdown(),
+        MODEL_CARD_NOTE.format(base=loading).strip(),
+        "Scores on tasks: `monkeyjump evaluate path/to/this/folder --tasks NAMES`.\n",
+    ]
+    write_atomic(recipe.folder / "adapter" / "README.md", "\n\n".join(parts))
+
+
+def _results(report: EvaluationReport | None) -> list[str]:
+    rows = [
+        [row.task, row.metric, str(row.n), percent(row.base), percent(row.adapter), span(row.adapter_interval)]
+        for row in (report.ordered() if report else ())
+    ]
+    table = Table("", ["task", "metric", "n", "base model", "adapter", "95 %"], rows, left=2)
+    return ["## Results", f"Test scores x 100: {report.title}.", table.markdown()] if report else []
+
+
+def _listed(names: list[str] | str | None) -> str:
+    return names if isinstance(names, str) else ", ".join(Path(name).name for name in names or ()) or "none"
 
 
 def saved_recipe(folder: Path) -> Recipe | None:
@@ -94,8 +143,5 @@ def _task_from_here(name: str, number: int, folder: Path) -> str:
 
 def _relative(path: Path, folder: Path) -> str:
     """A path from a folder; it begins with a dot, so that nobody takes it for a name."""
-    try:
-        found = os.path.relpath(path.expanduser().resolve(), folder.resolve())
-    except ValueError:  # another drive
-        return str(path.expanduser().resolve())
+    found = os.path.relpath(path.expanduser().resolve(), folder.resolve())
     return found if found.startswith(".") else f"./{found}"

@@ -11,9 +11,13 @@ from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema
 
+from monkeyjump import methods
 from monkeyjump.checked import Section
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.config_options import KINDS, OPTION_NAMES
+from monkeyjump.methods.presets import METHODS
+from monkeyjump.registry import ADAPTERS
 from monkeyjump.tasks.task_file import TaskFile
 from monkeyjump.training.recipe import Recipe
 
@@ -27,7 +31,6 @@ _FOLDER_NAME = r"^(?!\.{1,2}$)[^/\\]+$"
 
 def recipe_schema() -> Schema:
     """What a recipe may hold: the names of methods and adapters are those of the package."""
-    from monkeyjump import methods
 
     def written(part: Schema) -> Schema:  # YAML reads 1e-4 as a text, and a recipe takes it for the number
         is_number = part.get("type") == "number"
@@ -57,19 +60,13 @@ def task_schema() -> Schema:
     return found
 
 
-class _Untitled(GenerateJsonSchema):
-    """Leaves out titles such as "Max Length", which say no more than the key."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
 def _model_schema(model: type[Section], title: str) -> Schema:
-    found = _changed(
-        model.model_json_schema(schema_generator=_Untitled),
-        lambda part: {_LIMITS.get(key, key): value for key, value in part.items()},
-    )
-    return {"$schema": _DRAFT, **found, "title": title}
+    """Without titles such as "Max Length", which say no more than the key."""
+
+    def plain(part: Schema) -> Schema:
+        return {_LIMITS.get(key, key): value for key, value in part.items() if (key, type(value)) != ("title", str)}
+
+    return {"$schema": _DRAFT, **_changed(model.model_json_schema(), plain), "title": title}
 
 
 def _changed(node: Any, change: Callable[[Schema], Schema]) -> Any:
@@ -81,10 +78,6 @@ def _changed(node: Any, change: Callable[[Schema], Schema]) -> Any:
 
 def _adapter_keys() -> dict[str, Schema]:
     """Every key under `adapter`: the fields, the options (which are keys by themselves, too), and those of methods."""
-    from monkeyjump.config import MonkeyJumpConfig
-    from monkeyjump.config_options import OPTION_NAMES
-    from monkeyjump.registry import ADAPTERS
-
     keys = {field.name: _field_schema(field) for field in fields(MonkeyJumpConfig)}
     keys["adapter"]["enum"] = ADAPTERS.names()
     places: dict[str, Schema] = {}
@@ -110,9 +103,6 @@ def _field_schema(field: Field[Any]) -> Schema:
 
 def option_owners() -> dict[str, dict[str, dict[str, Schema]]]:
     """`adapter_options` by adapter, and `method_options` by what a configuration must say to have them."""
-    from monkeyjump.config_options import KINDS
-    from monkeyjump.registry import ADAPTERS
-
     adapters = {f"adapter={name!r}": ADAPTERS.get(name).options for name in ADAPTERS}
     kinds = {kind.needs: {field.name: field for field in fields(kind)} for kind in KINDS.values()}
     return {
@@ -126,9 +116,6 @@ def option_owners() -> dict[str, dict[str, dict[str, Schema]]]:
 
 def method_keys() -> dict[str, Schema]:
     """What single methods take under `adapter` beside the fields."""
-    from monkeyjump import methods
-    from monkeyjump.methods.presets import METHODS
-
     found: dict[str, Schema] = {}
     for method in methods.names():
         types = get_type_hints(METHODS.get(method))

@@ -10,14 +10,8 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    EarlyStoppingCallback,
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import integration_utils as integrations
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from monkeyjump.errors import ConfigError
@@ -69,13 +63,10 @@ class TaskTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         model = self.accelerator.unwrap_model(self.model)
-        was_training = model.training
-        model.eval()
         # Every rank scores, since weights may be spread over the ranks; all go by the numbers of the first.
         found = [self._scorer(model)]
         broadcast_object_list(found)
         scores = {f"{metric_key_prefix}_{name}": value for name, value in found[0].items()}
-        model.train(was_training)
         self.log(scores)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, scores)
         return scores
@@ -179,12 +170,8 @@ def check_loggers(wanted: Sequence[str]) -> None:
     """Whether Transformers knows these loggers and has what they need, before a run finds out."""
     if not wanted:
         return
-    from transformers.integrations.integration_utils import (
-        INTEGRATION_TO_CALLBACK,
-        get_available_reporting_integrations,
-    )
-
-    known, there = [*INTEGRATION_TO_CALLBACK, "all", "none"], [*get_available_reporting_integrations(), "all", "none"]
+    available = integrations.get_available_reporting_integrations
+    known, there = ([*names, "all", "none"] for names in (integrations.INTEGRATION_TO_CALLBACK, available()))
     problems = [
         f"train.report_to={name!r} is no logger.{did_you_mean(name, known)} Known: {', '.join(known)}."
         if name not in known
@@ -194,7 +181,3 @@ def check_loggers(wanted: Sequence[str]) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def early_stopping(recipe: Recipe) -> list[TrainerCallback]:
-    return [] if recipe.train.patience is None else [EarlyStoppingCallback(recipe.train.patience)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils.peft_types import register_peft_method
 
-from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.peft_type import PEFT_TYPE
+from monkeyjump.config import PEFT_TYPE, MonkeyJumpConfig
 from monkeyjump.tuner.model import MonkeyJumpModel
 
 

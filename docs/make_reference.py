@@ -1,6 +1,6 @@
 """The tables of docs/reference.md: every key of task files, recipes and adapters, from the types that check them.
 
-`python -m monkeyjump.training.reference docs` makes them anew, with the schemas for editors beside the page.
+`python docs/make_reference.py` makes them anew, with the schemas for editors beside the page.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,22 +32,12 @@ _RULES = {
 }
 
 
-def main() -> int:
-    """Make the tables of reference.md anew, and both schemas, in the folder that is named."""
-    if len(sys.argv) != 2:
-        print("usage: python -m monkeyjump.training.reference docs", file=sys.stderr)
-        return 2
-    folder = Path(sys.argv[1])
-    for name, text in documents((folder / PAGE).read_text(encoding="utf-8")).items():
-        write_atomic(folder / name, text)
-    return 0
-
-
-def documents(page: str) -> dict[str, str]:
-    """The files that are kept equal to the types, by name: the page, and the schemas."""
-    schemas = {"recipe.schema.json": recipe_schema(), "task.schema.json": task_schema()}
-    texts = {name: json.dumps(schema, indent=2) + "\n" for name, schema in schemas.items()}
-    return {PAGE: reference_page(page), **texts}
+def write_documents(folder: Path) -> None:
+    """Make the tables of reference.md anew, and both schemas."""
+    page = (folder / PAGE).read_text(encoding="utf-8")
+    write_atomic(folder / PAGE, reference_page(page))
+    for name, schema in (("recipe", recipe_schema()), ("task", task_schema())):
+        write_atomic(folder / f"{name}.schema.json", json.dumps(schema, indent=2) + "\n")
 
 
 def reference_page(page: str) -> str:
@@ -168,4 +157,4 @@ def _rule(part: Schema) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write_documents(Path(__file__).parent)

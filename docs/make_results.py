@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, from records: `python -m monkeyjump.experiments.results docs/results.md RECORDS`.
+"""The tables of docs/results.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
 KIND is `methods` or `tasks` of a comparison, `study`, `map`, or `claims`, which has no name: every claim of the paper
@@ -8,7 +8,6 @@ that a study tests, and what became of it.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -135,14 +134,6 @@ def _claims(records: Path, name: str) -> Table:
 TABLES = {"methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "claims": _claims}
 
 
-def main() -> int:
-    if len(sys.argv) != 3:
-        print("usage: python -m monkeyjump.experiments.results docs/results.md benchmarks/results", file=sys.stderr)
-        return 2
-    page, records = map(Path, sys.argv[1:])
-    write_atomic(page, rendered(page.read_text(encoding="utf-8"), records))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    page, records = Path(__file__).parent / "results.md", Path(__file__).parents[1] / "benchmarks" / "results"
+    write_atomic(page, rendered(page.read_text(encoding="utf-8"), records))
