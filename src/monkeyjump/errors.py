@@ -20,6 +20,10 @@ class ConfigError(ValueError):
         super().__init__(message)
 
 
+class NoMemoryError(ConfigError):
+    """Settings that do not fit into the memory of this machine."""
+
+
 class MonkeyJumpWarning(UserWarning):
     """Every warning of this package has this class, so that a filter can name them wherever they seem to come from."""
 

@@ -159,14 +159,17 @@ def test_the_best_checkpoint_is_the_one_that_is_kept(
 def test_a_run_that_diverges_says_so_and_when(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = recipe(recipe_file, tmp_path, "train.lr=1e30", "train.max_grad_norm=0.0", "train.log_steps=1")
+    # validated once before the log tells
+    chosen = recipe(recipe_file, tmp_path, "train.lr=1e30", "train.max_grad_norm=0.0", "train.log_steps=8")
     result = run(chosen, test=False)
     text = capsys.readouterr().out
     assert "training diverged" in text
     assert "the best checkpoint cannot be used" in text
     with pytest.raises(ConfigError, match="tensors of the saved adapter hold NaN or infinity"):
         load_adapter(tmp_path / "adapter")
-    assert 1 <= result.measurements["diverged_at"] <= 8
+    assert result.measurements["diverged_at"] == 8
+    assert run(recipe(recipe_file, tmp_path / "early", "train.lr=1e30"), test=False).measurements["steps"] < 4
+    assert "No validation came before it" in capsys.readouterr().out
     stable = run(recipe(recipe_file, tmp_path / "stable"), test=False)
     assert stable.measurements["diverged_at"] is None
 

@@ -61,3 +61,20 @@ def test_two_that_take_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_even_loads_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(monkeypatch, [EVEN] * 5) == [[]] * 5
+
+
+def test_dead_experts_are_revived_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three looks, and again after three more if it did not help."""
+    load = {"layers.0": ExpertLoad(EXPERTS, [0.5, 0.3, 0.2, 0.0], [])}
+    asked: list[dict[str, list[str]]] = []
+    monkeypatch.setattr(callbacks, "staged_load", lambda *_: load)
+    monkeypatch.setattr(callbacks, "revive_experts", lambda model, idle, name: asked.append(idle))
+    model = adapted(top_k=2)
+    watched = RoutingWatch(model, require_context(model), revive=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            watched.look()
+    words = "1 expert got no token in the last 3 steps that were logged; their centres were moved: layers.0 o_proj."
+    assert [str(each.message) for each in caught] == [words] * 2
+    assert asked == [{"layers.0": ["o_proj"]}] * 2

@@ -28,7 +28,7 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
 
         import torch
 
-        from monkeyjump.errors import ConfigError
+        from monkeyjump.errors import ConfigError, NoMemoryError
         from monkeyjump.experiments.compare import make_cell
         from monkeyjump.training.shared import Shared
 
@@ -45,7 +45,7 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
                 shared, problem = Shared(), error
             name = "" if isinstance(problem, ConfigError) else f"{type(problem).__name__}: "
             said = None if problem is None else f"{name}{problem}"
-            connection.send((said, isinstance(problem, torch.OutOfMemoryError)))
+            connection.send((said, isinstance(problem, torch.OutOfMemoryError | NoMemoryError)))
             recipe, test = connection.recv()
             _print_to(recipe.folder / LOG)
     gc.unfreeze()

@@ -23,6 +23,7 @@ from monkeyjump.errors import MonkeyJumpWarning
 from monkeyjump.training.fast import fast
 from monkeyjump.training.progress import is_main_rank
 from monkeyjump.tuner.centers.calibrate import CalibrationReport, centers_initialized, initialize_centers
+from monkeyjump.tuner.centers.revive import revive_experts
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.model import find_context, require_context
 from monkeyjump.tuner.trace import ExpertLoad, staged_load
@@ -48,6 +49,7 @@ class MonkeyJumpCallback(TrainerCallback):
     dataloader: Any = None
     progress: bool = True
     fast: bool = False  # train inside `monkeyjump.fast`, which also takes a model with PEFT's own LoRA
+    revive: bool = False  # put the centres of experts that no token jumps to where tokens are
     known: dict[Any, Any] | None = None  # what is remembered between runs on the same frozen model and batches
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class MonkeyJumpCallback(TrainerCallback):
                 self.report = initialize_centers(
                     model, source, self.num_tokens, self.seed, adapter_name=name, progress=progress, known=self.known
                 )
-        self._watch = None if context is None else RoutingWatch(model, context)
+        self._watch = None if context is None else RoutingWatch(model, context, self.revive)
         if self.fast:
             self._inside.enter_context(fast(model))
 
@@ -143,8 +145,8 @@ NAMED = 4  # in one warning
 class RoutingWatch:
     """Looks at the routing of a model in the steps that are logged. Centres drift from where they were at the start."""
 
-    def __init__(self, model: Any, context: RoutingContext) -> None:
-        self._model, self._context = model, context
+    def __init__(self, model: Any, context: RoutingContext, revive: bool = False) -> None:
+        self._model, self._context, self._revive = model, context, revive
         self._start = self._centers()
         self._in_a_row = Counter[tuple[str, str]]()
 
@@ -157,7 +159,7 @@ class RoutingWatch:
                 shown["router/load_entropy"] = round(sum(load.entropy for load in loads.values()) / len(loads), 4)
                 shown["router/largest_share"] = round(max(max(load.share) for load in loads.values()), 4)
                 shown["router/dead_experts"] = sum(len(load.dead) for load in loads.values())
-                self._warn(loads, config)
+                self._warn(loads, config, name)
         drifts = [
             1 - functional.cosine_similarity(before, now, dim=-1).flatten()
             for before, now in zip(self._start, self._centers(), strict=True)
@@ -176,9 +178,9 @@ class RoutingWatch:
         ]
         return [torch.stack([layer.monkeyjump_center[name] for layer in own]) for name, own in layers]
 
-    def _warn(self, loads: dict[str, ExpertLoad], config: MonkeyJumpConfig) -> None:
+    def _warn(self, loads: dict[str, ExpertLoad], config: MonkeyJumpConfig, name: str) -> None:
         """Say once that experts get nothing, or that a block sends all tokens to the same ones."""
-        dead, crowded = [], []
+        dead, crowded, idle = [], [], dict[str, list[str]]()
         for block, load in loads.items():
             kept = min(config.top_k or len(load.share), len(load.share) - 1)
             strongest = sorted(zip(load.share, load.experts, strict=True), reverse=True)[: max(1, kept)]
@@ -187,9 +189,15 @@ class RoutingWatch:
             if self._lasts((block, ""), full):
                 crowded.append(f"{block} ({taken})")
             for expert in load.experts:
-                if self._lasts((block, expert), expert in load.dead) and not full:
-                    dead.append(f"{block} {expert}")
-        _say(dead, "expert{s} got no token in the last {looks} steps that were logged")
+                if self._lasts((block, expert), expert in load.dead):
+                    idle.setdefault(block, []).append(expert)
+                    dead += [] if full else [f"{block} {expert}"]
+        done = ""
+        if self._revive and config.uses_centers and idle:
+            revive_experts(self._model, idle, name)
+            self._in_a_row.clear()  # it may be said again, and tried again
+            done = "; their centres were moved"
+        _say(dead, f"expert{{s}} got no token in the last {{looks}} steps that were logged{done}")
         _say(crowded, "block{s} sent all tokens to the same experts in the last {looks} steps that were logged")
 
     def _lasts(self, key: tuple[str, str], holds: bool) -> bool:

@@ -104,6 +104,12 @@ class TrainSettings(Section):
         None, ge=1, description="steps between checkpoints; null: as often as it is validated"
     )
     keep_checkpoints: int = Field(2, ge=2, description="checkpoints on disk, of which one may be lost in a crash")
+    not_finite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="where a loss or a gradient is no finite number: stop with the best checkpoint, or leave the step "
+        "out, which is looked at in every step and costs a wait for the device",
+    )
+    revive: bool = Field(False, description="move centres that no token jumps to beside the busiest of their block")
     patience: int | None = Field(None, ge=1, description="validations without improvement before stopping; null: never")
     log_steps: int = Field(10, ge=1, description="steps between two lines of the log")
     report_to: Names = Field([], description="loggers of Transformers, such as tensorboard or wandb")

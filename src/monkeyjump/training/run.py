@@ -17,6 +17,7 @@ from transformers import EarlyStoppingCallback, set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import NoMemoryError
 from monkeyjump.evaluation.run import EvaluationReport, encode_pictures, evaluate
 from monkeyjump.evaluation.score import Memory
 from monkeyjump.tasks import Task, expand
@@ -32,7 +33,14 @@ from monkeyjump.training.progress import Interruptible, JsonLines, ProgressBar, 
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.saving import save_adapter, write_card
 from monkeyjump.training.shared import Shared
-from monkeyjump.training.trainer import SaveEvery, TaskTrainer, check_loggers, last_checkpoint, training_arguments
+from monkeyjump.training.trainer import (
+    NotFinite,
+    SaveEvery,
+    TaskTrainer,
+    check_loggers,
+    last_checkpoint,
+    training_arguments,
+)
 from monkeyjump.tuner.centers.calibrate import compile_early
 from monkeyjump.tuner.centers.sample import affordable_tokens
 from monkeyjump.tuner.count import ParameterCount, count_parameters
@@ -106,7 +114,7 @@ def _run(
             say_how_long(model, recipe, batches, steps, looks, tokens)
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
-    interruptible = Interruptible()
+    interruptible, finite = Interruptible(), NotFinite(recipe.train.not_finite == "skip", tokenizer)
     switched = fast(model, replace(settings, shapes=batches.shapes))
     with kept_features(model, recipe, batches), switched as report:
         trainer = TaskTrainer(
@@ -115,10 +123,16 @@ def _run(
             batches,
             lambda current: _validate(current, tokenizer, tasks, recipe, shared.memory),
             [
-                MonkeyJumpCallback(seed=recipe.seed, dataloader=batches.calibration, known=shared.centers(recipe)),
+                MonkeyJumpCallback(
+                    seed=recipe.seed,
+                    dataloader=batches.calibration,
+                    revive=recipe.train.revive,
+                    known=shared.centers(recipe),
+                ),
                 ProgressBar(),
                 JsonLines(recipe.folder / "log.jsonl"),
                 interruptible,
+                finite,
                 *shared.callbacks,
                 *([SaveEvery(recipe.train.save_steps)] if recipe.train.save_steps else []),
                 *([EarlyStoppingCallback(recipe.train.patience)] if recipe.train.patience else []),
@@ -129,21 +143,32 @@ def _run(
         started = time.perf_counter()
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise NoMemoryError(
+                f"step {trainer.state.global_step + 1} does not fit: {str(error).splitlines()[0]} Lower "
+                f"train.batch_size={recipe.train.batch_size} and raise train.accumulation={recipe.train.accumulation} "
+                f"by the same factor, which trains the same; lower data.max_length={recipe.data.max_length}; or set "
+                "train.gradient_checkpointing=true.",
+                title="out of memory",
+            ) from error
         finally:
             interruptible.restore()
         seconds = time.perf_counter() - started
     result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model), is_main=ranks.is_main_process)
-    result.measurements = _measurements(trainer, seconds, report)
+    result.measurements = _measurements(trainer, seconds, report) | {"skipped_steps": finite.skipped}
     if interruptible.interrupted:
         result.interrupted = True
         return result
-    if (step := result.measurements["diverged_at"]) is not None:
-        say(
-            f"training diverged: the loss or its gradient was no finite number by step {step}. What is kept is the "
-            f"best checkpoint by validation; try a smaller train.lr than {recipe.train.lr:g}."
-        )
     best = trainer.state.best_metric  # None or minus infinity: never validated, or never to a number
     result.best_validation = best if best is not None and math.isfinite(best) else None
+    if (step := result.measurements["diverged_at"]) is not None:
+        kept = (
+            "What is kept is the best checkpoint by validation" if best is not None else "No validation came before it"
+        )
+        say(
+            f"training diverged: the loss or its gradient was no finite number by step {step}. {kept}; try a smaller "
+            f"train.lr than {recipe.train.lr:g}."
+        )
     if ranks.is_main_process:
         save_adapter(result, recipe, config, data)
     if test:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils as integrations
@@ -21,6 +24,9 @@ from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 
 COMPLETE = "complete"  # written into a checkpoint when all else of it is
+KEPT = 1_000  # batches that are looked at when a loss is no finite number
+SHOWN, BEGIN = 4, 50  # rows of one, and letters of each
+Recent = deque[tuple[int, Tensor, Tensor | None]]  # steps since the last log, with losses and ids
 Scorer = Callable[[nn.Module], dict[str, float]]  # model -> {"mean": ..., task: ...}
 
 
@@ -36,6 +42,7 @@ class TaskTrainer(Trainer):
         callbacks: list[TrainerCallback],
     ) -> None:
         self._sampler = data.sampler
+        self._recent = next((each.recent for each in callbacks if isinstance(each, NotFinite)), Recent(maxlen=0))
         self._scorer = scorer
         # The Trainer wants an evaluation set whenever it evaluates; `evaluate` below has its own.
         super().__init__(
@@ -71,6 +78,11 @@ class TaskTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, scores)
         return scores
 
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self._recent.append((self.state.global_step + 1, loss, inputs.get("input_ids")))
+        return loss
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # a run that was killed after its last checkpoint would make one step more when it is resumed
         if self.state.global_step >= self.state.max_steps:
@@ -102,6 +114,40 @@ class TaskTrainer(Trainer):
 
     def _checkpoint_folder(self) -> Path:
         return Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+
+class NotFinite(TrainerCallback):
+    """Where a loss or a gradient is no finite number: training stops at the next log, or the step is left out."""
+
+    def __init__(self, skip: bool, tokenizer: Any) -> None:
+        self._skip, self._tokenizer = skip, getattr(tokenizer, "tokenizer", tokenizer)
+        self.recent = Recent(maxlen=KEPT)
+        self.skipped = 0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        found = [p.grad.isfinite().all() for p in model.parameters() if p.grad is not None] if self._skip else []
+        if found and not torch.stack(found).all():
+            model.zero_grad()  # without gradients the optimiser leaves weights and its own state alone
+            self.skipped += 1
+            say(f"step {state.global_step + 1} is left out: its gradient is no finite number{self._rows()}.")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._skip or logs is None or "loss" not in logs:
+            return
+        if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            say(f"training stops: the loss or its gradient is no finite number{self._rows()}.")
+            control.should_training_stop = True
+        self.recent.clear()
+
+    def _rows(self) -> str:
+        """The rows of the first batch whose loss is no finite number, by how they begin."""
+        for step, loss, ids in self.recent:
+            if ids is not None and not bool(loss.isfinite()):
+                texts = [self._tokenizer.decode(row, skip_special_tokens=True).strip() for row in ids[:SHOWN]]
+                rows = ", ".join(repr(text if len(text) <= BEGIN else f"{text[:BEGIN]}…") for text in texts)
+                more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+                return f" since step {step}, whose rows begin with {rows}{more}"
+        return ""
 
 
 class SaveEvery(TrainerCallback):
@@ -152,7 +198,9 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArgu
         metric_for_best_model="eval_mean",
         greater_is_better=True,
         logging_steps=train.log_steps,
-        logging_nan_inf_filter=False,  # it would log a loss of 0 for NaN: a run that diverged must not look converged
+        # It would log a loss of 0 for NaN, and a run that diverged must not look converged. Where such a step is left
+        # out it is right: without it all later losses would be NaN, too.
+        logging_nan_inf_filter=train.not_finite == "skip",
         report_to=train.report_to or "none",
         seed=recipe.seed,
         data_seed=recipe.seed,
