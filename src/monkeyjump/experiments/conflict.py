@@ -252,28 +252,32 @@ def save_map(found: Map, output: Path) -> list[Path]:
 
 
 def plot_map(found: Map, path: Path) -> Path:
-    """A panel for each method and each rank and cue: conflict by number of rules, gains over the constant gate."""
+    """A column for each method, a row for each rank and cue: gains over the constant gate, by conflict and rules."""
     gains = [gain for gain in found.gains() if gain.reference == CONSTANT]
-    columns = sorted({(setting.cue, setting.rank) for setting in found.settings})
-    figure = new_figure(1.2 + 2.1 * len(columns), 1.0 + 1.5 * len(found.methods))
-    axes = figure.subplots(len(found.methods), len(columns), squeeze=False)
+    lines = sorted({(setting.cue, setting.rank) for setting in found.settings})
+    figure = new_figure(1.4 + 1.5 * len(found.methods), 0.8 + 1.5 * len(lines))
+    axes = figure.subplots(len(lines), len(found.methods), squeeze=False)
     most = max(2.0, *(abs(100 * gain.points["mean"]) for gain in gains))
-    for line, method in zip(axes, found.methods, strict=True):
-        for axis, (cue, rank) in zip(line, columns, strict=True):
+    for row, (cue, rank) in enumerate(lines):
+        for column, method in enumerate(found.methods):
+            axis = axes[row, column]
             here = {g.setting: g for g in gains if (g.method, g.setting.cue, g.setting.rank) == (method, cue, rank)}
             conflicts = sorted({setting.conflict for setting in here}, reverse=True)
             rules = sorted({setting.rules for setting in here})
             values = [[here.get(Setting(c, r, rank, cue)) for r in rules] for c in conflicts]
-            table = [[float("nan") if g is None else 100 * g.points["mean"] for g in row] for row in values]
+            table = [[float("nan") if g is None else 100 * g.points["mean"] for g in line] for line in values]
             image = heatmap(axis, table, [f"{c:g}" for c in conflicts], [str(r) for r in rules], (-most, most))
-            for y, row in enumerate(values):
-                for x, gain in enumerate(row):
-                    if gain is not None:
-                        dark = abs(100 * gain.points["mean"]) > 0.6 * most
-                        words = f"{100 * gain.points['mean']:+.1f}{'*' if gain.certain else ''}"
-                        axis.text(x, y, words, ha="center", va="center", fontsize=7, color="white" if dark else "black")
-            label(axis, f"{method}, rank {rank}, {cue}", "rules", "conflict")
-    color_bar(figure, axes, image, f"points over the constant gate (* corrected p < {CERTAIN:g})")
+            for (y, x), gain in ((place, g) for place, g in _places(values) if g is not None):
+                dark = abs(100 * gain.points["mean"]) > 0.6 * most
+                words = f"{100 * gain.points['mean']:+.1f}{'*' if gain.certain else ''}"
+                axis.text(x, y, words, ha="center", va="center", fontsize=7, color="white" if dark else "black")
+            side = f"rank {rank}, {cue}\nconflict" if column == 0 else ""
+            label(axis, method if row == 0 else "", "rules" if row == len(lines) - 1 else "", side)
+    color_bar(figure, axes, image, f"points over the constant gate\n(* corrected p < {CERTAIN:g})")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
+
+
+def _places(values: list[list[Any]]) -> list[tuple[tuple[int, int], Any]]:
+    return [((y, x), value) for y, line in enumerate(values) for x, value in enumerate(line)]
