@@ -1,0 +1,112 @@
+"""Ranks with batches of different sizes, or with nothing to count = one process on the concatenated batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import monkeyjump as mj
+from tests.helpers import VOCAB, adapted, assert_same, gradients, padded, routing_state, tiny_llama
+from tests.processes import free_port, in_new_processes, join_group
+
+STEPS, INTERVAL = 5, 2
+Batch = dict[str, Any]
+UNEVEN = ((5, 8), (3,), (11, 2, 7), (6, 6))  # the lengths of the texts of each rank; 0 is a row of padding alone
+EMPTY = ((5, 8), (0, 0), (4,), (7, 3))
+# the texts, whether they are packed, and the settings of the adapter
+CASES: dict[str, tuple[tuple[tuple[int, ...], ...], bool, dict[str, Any]]] = {
+    "uneven": (UNEVEN, False, {}),
+    "only padding": (EMPTY, False, {}),
+    "packed": (UNEVEN, True, {}),
+    "packed, only padding": (EMPTY, True, {"ema_assign": "top1"}),
+    "sequence": (UNEVEN, False, {"granularity": "sequence"}),
+    "sequence, only padding": (EMPTY, False, {"granularity": "sequence"}),
+    "pooled, only padding": (EMPTY, False, {"granularity": "sequence", "sequence_token": "mean"}),
+}
+
+
+def build(case: str) -> Any:
+    return adapted(tiny_llama(2), ema_interval=INTERVAL, **CASES[case][2]).train()
+
+
+def batch_of(case: str, ranks: range, step: int) -> Batch:
+    """The texts of these ranks in one batch; a text is a function of its rank, its place and the step alone."""
+    texts, packed, _ = CASES[case]
+    rows = [
+        torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(1000 * step + 10 * rank + place))
+        for rank in ranks
+        for place, length in enumerate(texts[rank])
+    ]
+    if packed:
+        return _packed(rows)
+    width = max(map(len, rows)) or 4
+    ids, labels = padded(rows, "right", width), padded(rows, "right", width, fill=-100)
+    labels[:, 0] = -100  # the prompt
+    return {"input_ids": ids, "attention_mask": padded([r * 0 + 1 for r in rows], "right", width), "labels": labels}
+
+
+def _packed(rows: list[torch.Tensor]) -> Batch:
+    """One row of all texts and three tokens of padding. Transformers sees packing where there is no cache."""
+    tail = torch.zeros(3, dtype=torch.long)
+    labels = [torch.cat([row[:1] * 0 - 100, row[1:]]) for row in rows]
+    texts = {
+        "input_ids": torch.cat([*rows, tail]),
+        "labels": torch.cat([*labels, tail - 100]),
+        "position_ids": torch.cat([torch.arange(len(row)) for row in [*rows, tail]]),
+        "seq_idx": torch.cat([*(row * 0 + place for place, row in enumerate(rows)), tail - 1]).int(),
+    }
+    return {**{name: values[None] for name, values in texts.items()}, "use_cache": False}
+
+
+def train(model: Any, inner: Any, case: str, ranks: range, world: int) -> dict[str, Any]:
+    """A few steps on the texts of these ranks; the state after each of them, and the gradients of the last."""
+    optimizer = torch.optim.SGD([p for p in inner.parameters() if p.requires_grad], lr=0.05)
+    states: list[dict[str, torch.Tensor]] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        everything = batch_of(case, range(world), step)
+        items = (everything["labels"] != -100).sum()  # of all ranks, as the Trainer counts them
+        loss = model(**batch_of(case, ranks, step), num_items_in_batch=items).loss
+        (loss * world / len(ranks)).backward()  # the wrapper takes the mean over the ranks
+        optimizer.step()
+        states.append(routing_state(inner))
+    return {"states": states, "gradients": gradients(inner)}
+
+
+def worker(rank: int, port: int, folder: str, world: int) -> None:
+    join_group(rank, port, world)
+    results: dict[str, Any] = {}
+    reduced: list[str] = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (reduced.append(case), all_reduce(*args, **kwargs))[1]
+    for case in CASES:
+        inner = build(case)
+        results[case] = train(DistributedDataParallel(inner), inner, case, range(rank, rank + 1), world)
+        results[case]["reduced"] = reduced.count(case)
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_are_one_process_on_all_their_texts(world: int, tmp_path: Path) -> None:
+    in_new_processes(worker, free_port(), str(tmp_path), world, count=world)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+    for case in CASES:
+        model = build(case)
+        alone = train(model, model, case, range(world), world)
+        first = found[0][case]
+        for other in found[1:]:
+            assert_same(first["gradients"], other[case]["gradients"])
+            for mine, its in zip(first["states"], other[case]["states"], strict=True):
+                assert_same(mine, its)  # bit for bit, after every forward
+        for mine, its in zip(first["states"], alone["states"], strict=True):
+            assert_same(mine, its, rtol=1e-4, atol=1e-5)
+        assert_same(first["gradients"], alone["gradients"], rtol=1e-3, atol=1e-5)
+        # the centres have moved twice, and nothing else was summed over the ranks
+        assert [one[case]["reduced"] for one in found] == [STEPS // INTERVAL] * world
