@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from monkeyjump.ops.dispatch import HAS_TRITON, implementation, interpreted
 from tests.helpers import adapted, assert_same, disturb, gradients, layers_of, lm_batch, routing_state, tiny_llama
-from tests.processes import in_new_processes
+from tests.processes import free_port, in_new_processes, join_group
 
 STEPS = 2
 # what is wrapped by itself, and the adapter: AdaLoRA's regulariser reads its tensors outside the forward
@@ -52,8 +51,7 @@ def worker(rank: int, port: int, folder: str, choice: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    join_group(rank, port, 2)
     mesh, found = init_device_mesh("cpu", (2,)), {}
     for name, (blocks, adapter) in WRAPPED.items():
         model = build(adapter)
@@ -71,10 +69,7 @@ def worker(rank: int, port: int, folder: str, choice: str) -> None:
 
 def test_sharded_is_whole(tmp_path: Path) -> None:
     choice = "triton" if HAS_TRITON and interpreted() else "torch"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    in_new_processes(worker, port, str(tmp_path), choice, count=2)
+    in_new_processes(worker, free_port(), str(tmp_path), choice, count=2)
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for name, (_, adapter) in WRAPPED.items():
         alone = build(adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +79,59 @@ def train(model: Any, inner: Any, case: str, ranks: range, world: int) -> dict[s
     return {"states": states, "gradients": gradients(inner)}
 
 
+def calibration_of(ranks: Iterable[int], most: int = 99) -> list[Batch]:
+    """Batches for the centres; of every rank, only the first `most` tokens are real."""
+    found = []
+    for rank in ranks:
+        left = most
+        for step in range(2):
+            batch = batch_of("uneven", range(rank, rank + 1), step)
+            real = batch["attention_mask"]
+            batch["attention_mask"] = real * (real.flatten().cumsum(0).view_as(real) <= left)
+            left -= int(batch["attention_mask"].sum())
+            found.append(batch)
+    return found
+
+
+def centers_from(batches: list[Batch], tokens: int = 999) -> dict[str, torch.Tensor]:
+    model = adapted(tiny_llama(2), center_init="kmeans")
+    mj.initialize_centers(model, batches, tokens, progress=False, restarts=2)
+    return routing_state(model)
+
+
 def worker(rank: int, port: int, folder: str, world: int) -> None:
     join_group(rank, port, world)
     results: dict[str, Any] = {}
     reduced: list[str] = []
     all_reduce = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (reduced.append(case), all_reduce(*args, **kwargs))[1]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        reduced.append(case)
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
     for case in CASES:
         inner = build(case)
         results[case] = train(DistributedDataParallel(inner), inner, case, range(rank, rank + 1), world)
         results[case]["reduced"] = reduced.count(case)
+    data = calibration_of([rank])
+    results["shards"], results["the same"] = centers_from(data), centers_from(calibration_of([0]))
+    results["one without data"], results["too many"] = centers_from(data * (rank != 1)), centers_from(data, 4 * world)
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_are_one_process_on_all_their_texts(world: int, tmp_path: Path) -> None:
-    in_new_processes(worker, free_port(), str(tmp_path), world, count=world)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found, of two and of four."""
+    folder, world = tmp_path_factory.mktemp("ranks"), request.param
+    in_new_processes(worker, free_port(), str(folder), world, count=world)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def test_ranks_are_one_process_on_all_their_texts(found: list[dict[str, Any]]) -> None:
+    world = len(found)
     for case in CASES:
         model = build(case)
         alone = train(model, model, case, range(world), world)
@@ -110,3 +145,16 @@ def test_ranks_are_one_process_on_all_their_texts(world: int, tmp_path: Path) ->
         assert_same(first["gradients"], alone["gradients"], rtol=1e-3, atol=1e-5)
         # the centres have moved twice, and nothing else was summed over the ranks
         assert [one[case]["reduced"] for one in found] == [STEPS // INTERVAL] * world
+
+
+def test_kmeans_of_all_ranks_is_that_of_one_process(found: list[dict[str, Any]]) -> None:
+    """The same tokens in the same order: the same centres, bit for bit where the same batches were read."""
+    everyone = range(len(found))
+    for case in ("shards", "the same", "one without data", "too many"):
+        for other in found[1:]:
+            assert_same(found[0][case], other[case])
+    assert_same(found[0]["shards"], centers_from(calibration_of(everyone)))
+    assert_same(found[0]["the same"], centers_from(calibration_of([0])))
+    assert_same(found[0]["one without data"], centers_from(calibration_of(rank for rank in everyone if rank != 1)))
+    # of more tokens than wanted, every rank gives the same number
+    assert_same(found[0]["too many"], centers_from(calibration_of(everyone, most=4)), rtol=1e-4, atol=1e-5)

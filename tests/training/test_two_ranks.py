@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from monkeyjump.cli.main import main
 from monkeyjump.training.recipe import load_recipe
 from monkeyjump.training.run import run
 from tests.helpers import assert_same
-from tests.processes import in_new_processes
+from tests.processes import free_port, in_new_processes
 from tests.tiny_folder import RECIPE, save_tiny_model, write_recipe
 from tests.visual import save_visual_model
 
@@ -31,12 +30,6 @@ def be_rank(rank: int, port: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks do not fit one GPU
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def worker(rank: int, port: int, command: list[str], folder: str) -> None:
