@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 
 import monkeyjump as mj
+from monkeyjump.tuner.centers.calibrate import centers_initialized
 from tests.helpers import VOCAB, adapted, assert_same, gradients, padded, routing_state, tiny_llama
 from tests.processes import free_port, in_new_processes, join_group
 
@@ -99,6 +101,18 @@ def centers_from(batches: list[Batch], tokens: int = 999) -> dict[str, torch.Ten
     return routing_state(model)
 
 
+def use_every_parameter(method: str, rank: int, world: int) -> None:
+    """The wrapper raises in a second step if the first one left a parameter without a gradient, also of padding."""
+    model = get_peft_model(tiny_llama(4), mj.methods.build(method, task_type="CAUSAL_LM", dropout=0.0))
+    if not centers_initialized(model, "default"):
+        mj.initialize_centers(model, [batch_of("only padding", range(world), 0)], progress=False, restarts=1)
+    wrapped = DistributedDataParallel(model.train())
+    for step in range(2):
+        batch = batch_of("only padding", range(rank, rank + 1), step)
+        batch["task_ids"] = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
+        wrapped(**batch, num_items_in_batch=torch.tensor(9)).loss.backward()
+
+
 def worker(rank: int, port: int, folder: str, world: int) -> None:
     join_group(rank, port, world)
     results: dict[str, Any] = {}
@@ -114,6 +128,8 @@ def worker(rank: int, port: int, folder: str, world: int) -> None:
         inner = build(case)
         results[case] = train(DistributedDataParallel(inner), inner, case, range(rank, rank + 1), world)
         results[case]["reduced"] = reduced.count(case)
+    for method in mj.methods.names() if world == 2 else ():
+        use_every_parameter(method, rank, world)
     data = calibration_of([rank])
     results["shards"], results["the same"] = centers_from(data), centers_from(calibration_of([0]))
     results["one without data"], results["too many"] = centers_from(data * (rank != 1)), centers_from(data, 4 * world)

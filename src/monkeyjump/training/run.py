@@ -99,6 +99,9 @@ def _run(
     base, tokenizer = shared.take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
+    # every rank makes the same buffers, and moves centres by the same sums: nobody has to send them in every forward
+    buffers = [name for name, _ in model.named_buffers()]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
     if shared.runs == 1:  # later runs of a grid find the kernels
         compile_early(model)
     on_gpu = torch.cuda.is_available()
@@ -110,7 +113,7 @@ def _run(
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
         if checkpoint is None and shared.runs == 1:  # of a resumed run and of a grid it is seen how much is left
-            _say_how_long(model, recipe, config, batches, steps, looks)
+            _say_how_long(model, recipe, config, batches, steps, looks, ranks.num_processes)
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
     interruptible = Interruptible()
@@ -118,7 +121,7 @@ def _run(
     with kept_features(model, recipe, batches), switched as report:
         trainer = TaskTrainer(
             model,
-            training_arguments(recipe, steps, on_gpu),
+            training_arguments(recipe, steps, on_gpu, unused=any(task.modality != "text" for task in tasks)),
             batches,
             lambda current: _validate(current, tokenizer, tasks, recipe, shared.memory),
             [
@@ -168,12 +171,14 @@ def _say_how_long(
     batches: TrainingData,
     steps: int,
     looks: list[SplitLook],
+    ranks: int,
 ) -> None:
     routed = config.uses_centers and config.layers_to_route != []
     tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
     found = estimate(model, recipe, batches, steps, looks, tokens)
     if found is not None:
-        say(f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts: {found}")
+        texts = f"{recipe.train.batch_size} x {recipe.train.accumulation} texts"
+        say(f"{steps} steps of {texts}{f' on {ranks} ranks' if ranks > 1 else ''}: {found}")
 
 
 def score_on_test(
@@ -218,6 +223,7 @@ def _measurements(trainer: TaskTrainer, seconds: float, fast: FastReport) -> dic
     losses = [log["loss"] for log in logs if math.isfinite(log.get("loss", math.nan))]
     return {
         "steps": steps,
+        "ranks": trainer.args.world_size,
         "train_seconds": round(seconds, 2),
         "steps_per_second": round(steps / seconds, 4) if seconds else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
