@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from monkeyjump.errors import ConfigError
 from monkeyjump.training.recipe import load_recipe
 from monkeyjump.training.run import run
 from tests.helpers import assert_same
@@ -87,6 +88,13 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_others(recipe: Path, two: Path, wo
     assert list(logs(folder, "loss")) == [1, 2, 3, 4]
     assert logs(folder, "loss") == pytest.approx(logs(two / "resumed", "loss"), abs=2e-4)
     assert_same(weights(folder), weights(two / "resumed"), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
+def test_shards_are_refused(name: str, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(ConfigError, match=f"told to use {name}: `monkeyjump train` keeps the whole model"):
+        run(load_recipe(str(recipe), []))
 
 
 LAUNCHERS = {

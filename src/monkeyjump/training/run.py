@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from peft import get_peft_model
 from torch import nn
 from transformers import set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.memory import Memory
 from monkeyjump.evaluation.run import EvaluationReport, encode_pictures, evaluate
 from monkeyjump.tasks import Task, expand
@@ -69,6 +71,7 @@ def run(
     `overwrite` replaces an earlier run in the same folder; without it, nothing that is there is touched. `shared` holds
     what an earlier run of this process has loaded.
     """
+    _refuse_shards()
     ranks = PartialState(cpu=not torch.cuda.is_available())
     # every problem of the recipe and of the data before anything of an earlier run is touched
     tasks = expand(recipe.tasks, recipe.data.bad_media)
@@ -82,6 +85,17 @@ def run(
         splits, streaming = SPLITS if test else SPLITS[:2], recipe.data.streaming
         looks = look_at(tasks, recipe.data.folder, splits=splits, seed=recipe.seed, streaming=streaming)
         return _run(recipe, tasks, config, ranks, checkpoint, looks=looks, test=test, shared=shared)
+
+
+def _refuse_shards() -> None:
+    """Evaluation and saving here hold whole weights on every rank, which launchers can be told not to."""
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+            raise ConfigError(
+                f"accelerate launch was told to use {name}: `monkeyjump train` keeps the whole model on every rank. "
+                "Launch it with --multi_gpu, or train a model that does not fit with a Trainer of your own and "
+                "MonkeyJumpCallback."
+            )
 
 
 def _run(
