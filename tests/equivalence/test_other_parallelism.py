@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO works as one process does, or refuses; weights that a tensor-parallel plan has cut are refused."""
+"""DeepSpeed's ZeRO, tensor-parallel and expert-parallel plans: training equals that of one process, or is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import monkeyjump as mj
 from monkeyjump.errors import ConfigError
-from tests.helpers import adapted, assert_same, lm_batch, mj_config, routing_state, tiny_llama
+from tests.helpers import (
+    VOCAB,
+    adapted,
+    assert_same,
+    centers,
+    gradients,
+    lm_batch,
+    mj_config,
+    routing_state,
+    tiny_llama,
+)
 from tests.processes import free_port, in_new_processes, join_group
 from tests.tiny_folder import save_tiny_model
 
@@ -49,9 +60,43 @@ def on_a_plan(rank: int, port: int, folder: str) -> None:
     ):
         get_peft_model(model, mj_config())
     assert model.model.layers[0].self_attn.q_proj.weight is weight  # the model is as it was
+    experts_on_a_plan(f"{folder}-experts")
 
 
-def test_weights_cut_by_a_tensor_parallel_plan_are_refused(tmp_path: Path) -> None:
+def experts_on_a_plan(folder: str) -> None:
+    """Adapters on attention, with the experts of the base spread over the ranks, train as in the whole model."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    plan = DistributedConfig(tp_size=2, ep_size=2, tp_plan={})
+    spread = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    assert hasattr(spread.model.layers[0].mlp.experts.down_proj, "device_mesh")
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    models: list[Any] = [spread, AutoModelForCausalLM.from_pretrained(folder)]
+    for place, model in enumerate(models):
+        models[place] = adapted(model, target_modules=attention, shared_modules=["o_proj"], ema_interval=1).train()
+        for seed in range(2):  # the second forward moves the centres by what the first has staged
+            models[place](**lm_batch(seed=seed)).loss.backward()
+    assert_same(gradients(models[0]), gradients(models[1]), rtol=1e-3, atol=1e-5)
+    assert_same(centers(models[0]), centers(models[1]), rtol=1e-4, atol=1e-5)
+
+
+def test_tensor_parallel_targets_are_refused_and_expert_parallel_models_train(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, initializer_range=0.2)).save_pretrained(tmp_path / "tiny-experts")
     in_new_processes(on_a_plan, free_port(), str(save_tiny_model(tmp_path / "tiny")), count=2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monkeyjump as mj
 from monkeyjump.tuner.centers.calibrate import centers_initialized
-from tests.helpers import VOCAB, adapted, assert_same, gradients, padded, routing_state, tiny_llama
+from monkeyjump.tuner.centers.pool_ranks import pool_ranks
+from monkeyjump.tuner.centers.sample import TokenCollector
+from tests.helpers import VOCAB, adapted, assert_same, gradients, mj_config, padded, routing_state, tiny_llama
 from tests.processes import free_port, in_new_processes, join_group
 
 STEPS, INTERVAL = 5, 2
@@ -101,6 +104,19 @@ def centers_from(batches: list[Batch], tokens: int = 999) -> dict[str, torch.Ten
     return routing_state(model)
 
 
+def pooled_kinds(rank: int) -> dict[str, torch.Tensor]:
+    """The sample of a model that reads pictures, of which rank r has kept r + 2 tokens of two kinds."""
+    collector, blocks = TokenCollector("default", mj_config(), capacity=99), SimpleNamespace(path="layers")
+    layer = SimpleNamespace(monkeyjump_center={"default": torch.zeros(1)})
+    router: Any = SimpleNamespace(path="layers.0", blocks=blocks, layers={"default": [layer]})
+    collector.fingerprint, collector.kept[id(blocks)] = rank, rank + 2
+    collector.tokens["layers.0"] = torch.full((99, 1), float(rank))
+    collector.kinds[id(blocks)] = torch.arange(rank + 2) % 2
+    pool_ranks(collector, [router])
+    kept = collector.kept[id(blocks)]
+    return {"tokens": collector.tokens["layers.0"][:kept, 0], "kinds": collector.kinds[id(blocks)]}
+
+
 def use_every_parameter(method: str, rank: int, world: int) -> None:
     """The wrapper raises in a second step if the first one left a parameter without a gradient, also of padding."""
     model = get_peft_model(tiny_llama(4), mj.methods.build(method, task_type="CAUSAL_LM", dropout=0.0))
@@ -131,7 +147,7 @@ def worker(rank: int, port: int, folder: str, world: int) -> None:
         reduced.clear()
     for method in mj.methods.names() if world == 2 else ():
         use_every_parameter(method, rank, world)
-    data = calibration_of([rank])
+    results["kinds"], data = pooled_kinds(rank), calibration_of([rank])
     results["shards"], results["the same"] = centers_from(data), centers_from(calibration_of([0]))
     results["one without data"], results["too many"] = centers_from(data * (rank != 1)), centers_from(data, 4 * world)
     torch.save(results, Path(folder) / f"{rank}.pt")
@@ -174,5 +190,8 @@ def test_kmeans_of_all_ranks_is_that_of_one_process(found: list[dict[str, Any]])
     assert_same(found[0]["shards"], centers_from(calibration_of(everyone)))
     assert_same(found[0]["the same"], centers_from(calibration_of([0])))
     assert_same(found[0]["one without data"], centers_from(calibration_of(rank for rank in everyone if rank != 1)))
+    own = [(torch.full((rank + 2,), float(rank)), torch.arange(rank + 2) % 2) for rank in everyone]
+    tokens, kinds = (torch.cat(values) for values in zip(*own, strict=True))
+    assert_same(found[-1]["kinds"], {"tokens": tokens, "kinds": kinds})
     # of more tokens than wanted, every rank gives the same number
     assert_same(found[0]["too many"], centers_from(calibration_of(everyone, most=4)), rtol=1e-4, atol=1e-5)
