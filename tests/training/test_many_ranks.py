@@ -17,7 +17,7 @@ from monkeyjump.training.run import run
 from tests.helpers import assert_same
 from tests.processes import free_port, in_new_processes
 from tests.tiny_folder import save_tiny_model, write_recipe
-from tests.training.test_two_ranks import logs, weights
+from tests.training.test_two_ranks import be_rank, logs, weights
 
 # Centres that do not move: they are moved by forwards, and a step of more ranks has fewer of them on each.
 STILL = ["adapter.dropout=0.0", "adapter.ema_stop=0", "data.cap=16", "train.log_steps=1"]
@@ -35,11 +35,7 @@ RESUMED = [*STILL, "train.max_steps=none", "train.epochs=2", "train.eval_steps=4
 
 
 def worker(rank: int, port: int, world: int, recipe: str, runs: dict[str, list[str]], resume: bool) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks do not fit one GPU
-    if world > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ["ACCELERATE_TIMEOUT"] = "60"
+    be_rank(rank, port, world)
     for folder, changes in runs.items():
         result = run(load_recipe(recipe, [f"output={folder}", *changes]), test=False, resume=resume)
         if result.is_main:

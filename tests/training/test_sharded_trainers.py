@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from monkeyjump.training.callbacks import MonkeyJumpCallback
 from tests.helpers import adapted, assert_same, lm_batch, tiny_llama
 from tests.processes import free_port, in_new_processes
+from tests.training.test_two_ranks import be_rank
 
 STEPS, RATE = 3, 0.05
 
@@ -70,9 +70,8 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 
 def plain_loop(rank: int) -> Any:
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
 
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=60))])
+    accelerator = Accelerator(cpu=True)
     shard_on_cpu(accelerator)
     model = build()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
@@ -122,8 +121,7 @@ def sft(folder: str, rows: int) -> Any:
 
 
 def worker(rank: int, port: int, folder: str) -> None:
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    be_rank(rank, port)
     from accelerate.state import AcceleratorState
 
     found = {"loop": whole(plain_loop(rank))}

@@ -7,10 +7,12 @@ import json
 import os
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
 
 from monkeyjump.cli.main import main
@@ -26,10 +28,13 @@ SETTINGS = ["adapter.dropout=0.0", "adapter.ema_stop=0", "train.max_steps=none",
 SETTINGS += ["train.eval_steps=none", "train.save_steps=none", "evaluate.validation_limit=2", "evaluate.test_limit=2"]
 
 
-def be_rank(rank: int, port: int) -> None:
+def be_rank(rank: int, port: int, world: int = 2) -> None:
+    """Make this process a rank, of a group that gives up soon: a run that deadlocks fails within a minute."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks do not fit one GPU
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        PartialState(cpu=True, timeout=timedelta(seconds=60))
 
 
 def worker(rank: int, port: int, command: list[str], folder: str) -> None:
