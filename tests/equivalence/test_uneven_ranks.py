@@ -17,6 +17,7 @@ import monkeyjump as mj
 from monkeyjump.tuner.centers.calibrate import centers_initialized
 from monkeyjump.tuner.centers.pool_ranks import pool_ranks
 from monkeyjump.tuner.centers.sample import TokenCollector
+from monkeyjump.tuner.model import require_context
 from tests.helpers import VOCAB, adapted, assert_same, gradients, mj_config, padded, routing_state, tiny_llama
 from tests.processes import free_port, in_new_processes, join_group
 
@@ -36,8 +37,20 @@ CASES: dict[str, tuple[tuple[tuple[int, ...], ...], bool, dict[str, Any]]] = {
 }
 
 
+COMPILED = "as for compiled blocks"  # which take statistics in every forward
+CASES[COMPILED] = CASES["uneven"]
+
+
 def build(case: str) -> Any:
-    return adapted(tiny_llama(2), ema_interval=INTERVAL, **CASES[case][2]).train()
+    model = adapted(tiny_llama(2), ema_interval=INTERVAL, **CASES[case][2]).train()
+    if case == COMPILED:
+        require_context(model).shared_inputs.prepare()
+    return model
+
+
+def compared(case: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The routing state, without statistics that nobody has summed over the ranks because nobody will use them."""
+    return {name: value for name, value in state.items() if case != COMPILED or "staged" not in name}
 
 
 def batch_of(case: str, ranks: range, step: int) -> Batch:
@@ -172,9 +185,9 @@ def test_ranks_are_one_process_on_all_their_texts(found: list[dict[str, Any]]) -
         for other in found[1:]:
             assert_same(first["gradients"], other[case]["gradients"])
             for mine, its in zip(first["states"], other[case]["states"], strict=True):
-                assert_same(mine, its)  # bit for bit, after every forward
+                assert_same(compared(case, mine), compared(case, its))  # bit for bit, after every forward
         for mine, its in zip(first["states"], alone["states"], strict=True):
-            assert_same(mine, its, rtol=1e-4, atol=1e-5)
+            assert_same(compared(case, mine), compared(case, its), rtol=1e-4, atol=1e-5)
         assert_same(first["gradients"], alone["gradients"], rtol=1e-3, atol=1e-5)
         # the centres have moved twice; nothing but sums [D] and counts [] of their experts went over the ranks
         size = sum(value.nbytes for name, value in first["states"][0].items() if "staged" in name)

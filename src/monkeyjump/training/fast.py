@@ -130,7 +130,9 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
             elif chosen.compile:
                 compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
                 report.compiled = stack.enter_context(compiling)
-            if chosen.capture:
+            if chosen.capture and distributed():
+                say("steps are not captured: ranks talk to each other inside them")
+            elif chosen.capture:
                 report.captured = stack.enter_context(captured(model, stacks))
         yield report
     if report.compiled is not None or report.captured is not None:

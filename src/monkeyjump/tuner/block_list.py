@@ -135,7 +135,7 @@ class BlockList:
                 adapter.count_tokens(tokens)
             for name, config in self.active().items():
                 if config.uses_centers:
-                    self.schedule.finish(name, self.layers(name), blocks.statistics)
+                    self.schedule.finish(name, config, self.layers(name), self.context, blocks.statistics)
         if blocks.fresh and blocks.kept is None:
             cache = getattr(output, "past_key_values", None)
             if cache is not None:
