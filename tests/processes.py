@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing
 
 PRELOADED = ["tests.helpers"]
@@ -28,3 +32,16 @@ def start_process(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
     process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     process.start()
     return process
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def join_group(rank: int, port: int, world: int) -> None:
+    """Make this process a rank of a gloo group that gives up soon: a test that deadlocks fails within a minute."""
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=60))

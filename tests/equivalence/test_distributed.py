@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monkeyjump as mj
 from tests.helpers import adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
-from tests.processes import in_new_processes
+from tests.processes import free_port, in_new_processes, join_group
 
 STEPS = 4
 ADALORA: dict[str, Any] = {
@@ -65,8 +64,7 @@ def train(model: Any, inner: Any, case: str, rows: slice) -> dict[str, dict[str,
 
 
 def worker(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    join_group(rank, port, 2)
     results: dict[str, Any] = {}
     for case, settings in CASES.items():
         inner = build(case)
@@ -82,10 +80,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    in_new_processes(worker, port, str(tmp_path), count=2)
+    in_new_processes(worker, free_port(), str(tmp_path), count=2)
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for case, settings in CASES.items():
         model = build(case)

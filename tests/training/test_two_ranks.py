@@ -6,19 +6,20 @@ import contextlib
 import json
 import os
 import re
-import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
 
 from monkeyjump.cli.main import main
 from monkeyjump.training.recipe import load_recipe
 from monkeyjump.training.run import run
 from tests.helpers import assert_same
-from tests.processes import in_new_processes
+from tests.processes import free_port, in_new_processes
 from tests.tiny_folder import RECIPE, save_tiny_model, write_recipe
 from tests.visual import save_visual_model
 
@@ -27,16 +28,13 @@ SETTINGS = ["adapter.dropout=0.0", "adapter.ema_stop=0", "train.max_steps=none",
 SETTINGS += ["train.eval_steps=none", "train.save_steps=none", "evaluate.validation_limit=2", "evaluate.test_limit=2"]
 
 
-def be_rank(rank: int, port: int) -> None:
+def be_rank(rank: int, port: int, world: int = 2) -> None:
+    """Make this process a rank, of a group that gives up soon: a run that deadlocks fails within a minute."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks do not fit one GPU
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        PartialState(cpu=True, timeout=timedelta(seconds=60))
 
 
 def worker(rank: int, port: int, command: list[str], folder: str) -> None:

@@ -24,14 +24,16 @@ _TRAINING = 2.5
 _SCORING = {"letter": 1.0, "text": 1.3, "generate": 2.0}
 
 
-def say_how_long(model: nn.Module, recipe: Recipe, data: TrainingData, steps: int, *known: Any) -> None:
+def say_how_long(
+    model: nn.Module, recipe: Recipe, data: TrainingData, steps: int, looks: Any, tokens: int, ranks: int = 1
+) -> None:
     """Tell a person the time of all parts of a run, and of each where there are several."""
-    parts = estimate(model, recipe, data, steps, *known)
+    parts = estimate(model, recipe, data, steps, looks, tokens)
     if parts is not None:
         shown = [f"{name} {in_words(seconds)}" for name, seconds in parts.items() if seconds >= 1]
         total = in_words(sum(parts.values())) + (f" ({', '.join(shown)})" if len(shown) > 1 else "")
         how_many = f"{steps} steps of {recipe.train.batch_size} x {recipe.train.accumulation} texts"
-        say(f"{how_many}: this will take about {total}")
+        say(f"{how_many}{f' on {ranks} ranks' if ranks > 1 else ''}: this will take about {total}")
 
 
 def in_words(seconds: float) -> str:

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as ranks
 from torch import nn
 
 from monkeyjump.errors import ConfigError
@@ -28,6 +27,7 @@ from monkeyjump.training.compile import CompileReport, compiled, compiled_parts
 from monkeyjump.training.fused_loss import fused_loss as with_fused_loss
 from monkeyjump.training.plain_lora import faster_lora
 from monkeyjump.training.progress import say
+from monkeyjump.tuner.centers.pool_ranks import several_ranks
 
 if TYPE_CHECKING:
     from monkeyjump.training.recipe import Recipe
@@ -111,8 +111,7 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
     report = FastReport()
     with ExitStack() as stack:
         if chosen.few_shapes:
-            alone = not ranks.is_available() or not ranks.is_initialized() or ranks.get_world_size() == 1
-            if alone:  # whoever shards or wraps a model gives it other parameters
+            if not several_ranks():  # whoever shards or wraps a model gives it other parameters
                 stack.enter_context(known_modules(model))
             stack.enter_context(faster_lora(model))
         report.fused_loss = stack.enter_context(with_fused_loss(model, chosen.fused_loss, parameter.is_cuda))
@@ -124,7 +123,9 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
             elif chosen.compile:
                 compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
                 report.compiled = stack.enter_context(compiling)
-            if chosen.capture:
+            if chosen.capture and several_ranks():
+                say("steps are not captured: ranks talk to each other inside them")
+            elif chosen.capture:
                 report.captured = stack.enter_context(captured(model, stacks))
         yield report
     if report.compiled is not None or report.captured is not None:

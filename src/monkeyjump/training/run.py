@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from peft import get_peft_model
 from torch import nn
 from transformers import EarlyStoppingCallback, set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
-from monkeyjump.errors import NoMemoryError
+from monkeyjump.errors import ConfigError, NoMemoryError
 from monkeyjump.evaluation.run import EvaluationReport, encode_pictures, evaluate
 from monkeyjump.evaluation.score import Memory
 from monkeyjump.tasks import Task, expand
@@ -71,6 +72,7 @@ def run(
     `overwrite` replaces an earlier run in the same folder; without it, nothing that is there is touched. `shared` holds
     what an earlier run of this process has loaded.
     """
+    _refuse_shards()
     ranks = PartialState(cpu=not torch.cuda.is_available())
     # every problem of the recipe and of the data before anything of an earlier run is touched
     tasks = expand(recipe.tasks, recipe.data.bad_media)
@@ -83,6 +85,17 @@ def run(
             splits, streaming = SPLITS if test else SPLITS[:2], recipe.data.streaming
             looks = look_at(tasks, recipe.data.folder, splits=splits, seed=recipe.seed, streaming=streaming)
         return _run(recipe, tasks, config, ranks, checkpoint, looks, test, shared or Shared())
+
+
+def _refuse_shards() -> None:
+    """Evaluation and saving here hold whole weights on every rank, which launchers can be told not to."""
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+            raise ConfigError(
+                f"accelerate launch was told to use {name}: `monkeyjump train` keeps the whole model on every rank. "
+                "Launch it with --multi_gpu, or train a model that does not fit with a Trainer of your own and "
+                "MonkeyJumpCallback."
+            )
 
 
 def _run(
@@ -98,6 +111,10 @@ def _run(
     base, tokenizer = shared.take(recipe)
     set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
     model = get_peft_model(base, config)
+    # every rank makes the same buffers, and moves centres by the same sums: nobody has to send them in every forward
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [name for name, _ in model.named_buffers()]
+    )
     if shared.runs == 1:  # later runs of a grid find the kernels
         compile_early(model)
     on_gpu = torch.cuda.is_available()
@@ -111,7 +128,7 @@ def _run(
         if checkpoint is None and shared.runs == 1:  # of a resumed run and of a grid it is seen how much is left
             routed = config.uses_centers and config.layers_to_route != []
             tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
-            say_how_long(model, recipe, batches, steps, looks, tokens)
+            say_how_long(model, recipe, batches, steps, looks, tokens, ranks.num_processes)
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
     interruptible, finite = Interruptible(), NotFinite(recipe.train.not_finite == "skip", tokenizer)
@@ -119,7 +136,7 @@ def _run(
     with kept_features(model, recipe, batches), switched as report:
         trainer = TaskTrainer(
             model,
-            training_arguments(recipe, steps, on_gpu),
+            training_arguments(recipe, steps, on_gpu, unused=any(task.modality != "text" for task in tasks)),
             batches,
             lambda current: _validate(current, tokenizer, tasks, recipe, shared.memory),
             [
@@ -217,6 +234,7 @@ def _measurements(trainer: TaskTrainer, seconds: float, fast: FastReport) -> dic
     broken = [log for log in logs if not all(math.isfinite(log.get(name, 0.0)) for name in ("loss", "grad_norm"))]
     return {
         "steps": steps,
+        "ranks": trainer.args.world_size,
         "train_seconds": round(seconds, 2),
         "steps_per_second": round(steps / seconds, 4) if seconds else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,

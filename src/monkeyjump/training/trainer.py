@@ -87,8 +87,11 @@ class TaskTrainer(Trainer):
         # a run that was killed after its last checkpoint would make one step more when it is resumed
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)
+            return
+        # the Trainer does not find the sampler behind what skips the batches of a resumed epoch on several ranks
+        if self._sampler is not None:
+            self._sampler.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         try:
@@ -167,8 +170,12 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
-def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArguments:
-    """The Trainer's arguments for a recipe of `steps` optimiser steps."""
+def training_arguments(recipe: Recipe, steps: int, on_gpu: bool, unused: bool = False) -> TrainingArguments:
+    """The Trainer's arguments for a recipe of `steps` optimiser steps.
+
+    `unused` says that a batch may leave out some parameters, as texts leave out a vision tower's. Several ranks then
+    look for them in every step.
+    """
     train = recipe.train
     every = train.eval_steps or max(1, steps // 4)
     save_every = train.save_steps or every
@@ -209,6 +216,7 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool) -> TrainingArgu
         dataloader_num_workers=train.workers,
         dataloader_pin_memory=on_gpu,
         use_cpu=not on_gpu,
+        ddp_find_unused_parameters=unused,
         # streams are the same on every rank, and batches of different widths cannot be sent around as one
         accelerator_config={"dispatch_batches": False},
     )

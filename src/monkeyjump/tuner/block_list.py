@@ -91,6 +91,8 @@ class BlockList:
             width = None if tokens is None else int(tokens.shape[1])
             blocks.kept = self._kept_decisions(blocks, width, deciding[0])
         for name, config in active.items():
+            if blocks.staging and config.learns_router:
+                self._refuse_zero3(name)
             if config.uses_centers:
                 self._require_centers(name, config, blocks.staging)
                 if blocks.staging and self.schedule.begin(name, config, self.layers(name), self.context):
@@ -133,7 +135,7 @@ class BlockList:
                 adapter.count_tokens(tokens)
             for name, config in self.active().items():
                 if config.uses_centers:
-                    self.schedule.finish(name, self.layers(name), blocks.statistics)
+                    self.schedule.finish(name, config, self.layers(name), self.context, blocks.statistics)
         if blocks.fresh and blocks.kept is None:
             cache = getattr(output, "past_key_values", None)
             if cache is not None:
@@ -182,6 +184,15 @@ class BlockList:
             f"adapter {adapter_name!r} routes whole sequences by the end of the prompt, but {reason}: give the whole "
             "prompt, or the whole conversation, in one forward without past_key_values, or use granularity='token'."
         )
+
+    def _refuse_zero3(self, name: str) -> None:
+        """ZeRO-3 frees a weight after the call of its own module; gates of mixtures are trained through several."""
+        layer = next(iter(self.layers(name)), None)
+        if layer is not None and any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+            raise ConfigError(
+                f"adapter {name!r} trains a router, which DeepSpeed's ZeRO stage 3 does not gather for the backward "
+                "pass: use ZeRO stage 2, FSDP2 or plain data parallelism, or a method with centres."
+            )
 
     def _require_centers(self, name: str, config: MonkeyJumpConfig, staging: bool) -> None:
         if name in self.initialized or torch.compiler.is_compiling():

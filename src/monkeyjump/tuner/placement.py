@@ -101,6 +101,13 @@ def place(model: nn.Module, config: MonkeyJumpConfig, is_target: Callable[[str],
         for path in targets
         if path.rpartition(".")[2] in NEVER_CALLED.get(kind := type(modules[path.rpartition(".")[0]]).__name__, ())
     ]
+    problems += [
+        f"{len(spread)} target modules ({spread[0]!r} first) have weights that are spread over ranks: an adapter here "
+        "would read and write parts of their states. Load the model without tp_plan; with FSDP2, shard it after the "
+        "adapter is added."
+        for spread in [[path for path in targets if hasattr(getattr(modules[path], "weight", None), "device_mesh")]]
+        if spread
+    ]
     homes = {path: block_of(path, modules) for path in targets}
     problems += _layer_problems(modules, homes, config)
     blocks, block_problems = _plan_blocks(modules, targets, homes, config)

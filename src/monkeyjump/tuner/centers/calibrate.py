@@ -17,6 +17,7 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops import reference as ops
 from monkeyjump.routing.kmeans import spherical_kmeans
+from monkeyjump.tuner.centers.pool_ranks import pool_ranks, several_ranks
 from monkeyjump.tuner.centers.sample import PAPERS_TOKENS, TokenCollector, affordable_tokens, collect
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ def initialize_centers(
     Reads batches (dicts of tensors, labels optional) until there are `num_tokens` real tokens or the data ends, and
     clusters them block by block. Give it shuffled data. `num_tokens` is by default the config's `init_tokens`; where
     that is None, 50,000, or on a CPU as many as it reads in about a minute. Adapters are off during the pass, so the
-    states are those of the frozen model; training mode and random state are as before afterwards. On several ranks all
-    end with the centres of rank 0. `known` holds what earlier calls with the same frozen model and batches found, and
-    gets what this one finds: an adapter that asks for the same centres reads no token.
+    states are those of the frozen model; training mode and random state are as before afterwards. On several ranks the
+    sample is made of the batches of all of them, in the order of the ranks; ranks that were given the same batches are
+    counted once. `known` holds what earlier calls with the same frozen model and batches found, and gets what this one
+    finds: an adapter that asks for the same centres reads no token.
     """
     from monkeyjump.tuner.model import require_context
 
@@ -82,6 +84,7 @@ def initialize_centers(
     if asked not in known:
         collector = TokenCollector(name, config, tokens)
         collect(model, context, collector, dataloader, progress)
+        pool_ranks(collector, routers)
         _check_sample(collector, routers)
         known[asked] = max(collector.kept.values()), _all_centers(routers, collector, seed, restarts, progress)
     kept, found = known[asked]
@@ -269,8 +272,7 @@ def _set_centers(router: BlockRouter, name: str, centers: Tensor, mean: Tensor |
 
 
 def _same_on_all_ranks(tensor: Tensor) -> Tensor:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if several_ranks():
         tensor = tensor.contiguous()
-        distributed.broadcast(tensor, src=0)
+        torch.distributed.broadcast(tensor, src=0)
     return tensor

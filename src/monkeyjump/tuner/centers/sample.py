@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.routing.granularity import Selection, pool_rows, select
+from monkeyjump.tuner.centers.pool_ranks import on_every_rank, several_ranks
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class TokenCollector:
         self.kept: dict[int, int] = {}  # tokens of each list of blocks so far
         self.kinds: dict[int, Tensor] = {}  # their kinds, where there are several
         self.read = 0  # tokens of the model so far, kept or not
+        self.fingerprint = 0  # of all batches so far
         self.next_batch(None)
 
     def next_batch(self, labels: Tensor | None) -> None:
@@ -149,16 +152,19 @@ def collect(
     ):
         context.collector = collector
         try:
-            for batch in dataloader:
-                inputs = forward_inputs(base, batch, device)
-                labels = inputs.get("labels")
-                if not context.encoder_decoder:
-                    inputs.pop("labels", None)
-                collector.next_batch(labels)
-                base(**inputs)
-                bar.update(max(collector.kept.values(), default=0) - bar.n)
-                if collector.full():
-                    break
+            batches, done = iter(dataloader), False
+            while not done:
+                batch = next(batches, None)
+                if batch is not None:
+                    inputs = forward_inputs(base, batch, device)
+                    labels = inputs.get("labels")
+                    collector.fingerprint = _fingerprint(inputs, collector.fingerprint)
+                    if not context.encoder_decoder:
+                        inputs.pop("labels", None)
+                    collector.next_batch(labels)
+                    base(**inputs)
+                    bar.update(max(collector.kept.values(), default=0) - bar.n)
+                done = on_every_rank(batch is None or collector.full(), device)
         finally:
             context.collector = None
 
@@ -180,6 +186,14 @@ def forward_inputs(base: nn.Module, batch: Any, device: torch.device) -> dict[st
     if "use_cache" in parameters:
         inputs["use_cache"] = False
     return inputs
+
+
+def _fingerprint(inputs: dict[str, Any], before: int) -> int:
+    """A number that tells one sequence of batches from another, whatever machine has read it."""
+    for value in inputs.values() if several_ranks() else ():
+        if isinstance(value, Tensor):
+            before = zlib.crc32(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes(), before)
+    return before
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.routing.centroid import committed, is_due
+from monkeyjump.tuner.centers.pool_ranks import several_ranks
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
@@ -47,11 +48,16 @@ class Schedule:
         if fresh and (count is None or is_due(count, config)):
             _commit(name, config, layers)
             self.commits += 1
-        return count is None or is_due(count + 1, config) or context.watches_load
+        # a compiled block takes statistics every time: a second graph without them would cost more
+        if count is None or context.shared_inputs.prepared:
+            return True
+        return is_due(count + 1, config) or context.watches_load
 
-    def finish(self, name: str, layers: Layers, statistics: bool) -> None:
-        """Count the forward, and make its statistics those of the whole data-parallel batch."""
-        if statistics:
+    def finish(
+        self, name: str, config: MonkeyJumpConfig, layers: Layers, context: RoutingContext, statistics: bool
+    ) -> None:
+        """Count the forward, and make statistics that somebody will use those of the whole data-parallel batch."""
+        if statistics and (torch.compiler.is_compiling() or self._used(name, config, context)):
             _reduce(name, layers)
         with torch.no_grad():
             torch._foreach_add_([layer.monkeyjump_step[name] for layer in layers], 1)
@@ -66,10 +72,16 @@ class Schedule:
             with torch.no_grad():
                 torch._foreach_zero_([layer.monkeyjump_staged_count[name] for layer in layers])
 
+    def _used(self, name: str, config: MonkeyJumpConfig, context: RoutingContext) -> bool:
+        known = self._known.get(name)
+        return known is None or is_due(known[1] + 1, config) or context.watches_load
+
     def _count(self, name: str, layers: Layers, context: RoutingContext) -> int | None:
         """Finished training forwards; None where the host cannot know."""
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if captured or context.shared_inputs.prepared:
+        # What is prepared for compiled code may also be replayed without this one. Ranks never replay: they talk to
+        # each other inside a step.
+        if captured or (context.shared_inputs.prepared and not several_ranks()):
             self._known.pop(name, None)
             return None
         version, count = self._known.get(name, (-1, 0))
@@ -104,15 +116,14 @@ def _commit(name: str, config: MonkeyJumpConfig, layers: Layers) -> None:
 
 def _reduce(name: str, layers: Layers) -> None:
     """Make the staged statistics those of the whole data-parallel batch, on every rank."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if not several_ranks():
         return
     for part in _alike(layers, name):
         sums = [layer.monkeyjump_staged_sum[name] for layer in part]
         counts = [layer.monkeyjump_staged_count[name] for layer in part]
         stacked = [torch.stack(sums), torch.stack(counts)]
         flat = torch.cat([values.flatten() for values in stacked])
-        distributed.all_reduce(flat)
+        torch.distributed.all_reduce(flat)
         parts = flat.split([values.numel() for values in stacked])
         with torch.no_grad():
             for staged, like, values in zip((sums, counts), stacked, parts, strict=True):
