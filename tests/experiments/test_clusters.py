@@ -27,8 +27,6 @@ from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.training.recipe import load_recipe
 from tests.tiny_folder import save_tiny_model, write_recipe
 
-pytestmark = pytest.mark.slow
-
 
 def pretend(seconds: float = 0.0, spoil: str = "") -> Callable[[dict[str, Any], bool, str], None]:
     """A run that writes its record. It is a closure, sent by value: no module of tests is imported by a worker."""

@@ -11,8 +11,6 @@ import random
 import time
 from pathlib import Path
 
-import pytest
-
 from monkeyjump.cli.main import main
 from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
@@ -26,7 +24,6 @@ def command(recipe: Path, output: Path) -> list[str]:
     return ["train", str(recipe), *SETTINGS, f"output={output}"]
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_ends_as_one_that_never_was(tmp_path: Path) -> None:
     """The kill comes anywhere between the start of the process and its end: encoding, k-means, steps, saves, tests."""
     recipe, rng, kills, finished = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny")), random.Random(0), 0, 0

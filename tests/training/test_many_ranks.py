@@ -102,7 +102,6 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers(launcher: str, recipe: Path) -> None:
     folder = recipe.parent / launcher.replace(" ", "-")
