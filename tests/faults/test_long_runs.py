@@ -37,6 +37,11 @@ def kept(model: Any) -> dict[str, int]:
     return {"modules": len(modules), "hooks": hooks, "tensors": tensors, "files": files, "graphs": graphs}
 
 
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What there is more of; other tests of this process may have left something that is gone by now."""
+    return {name: after[name] - before[name] for name in before if after[name] > before[name]}
+
+
 @pytest.mark.parametrize("settings", [{}, {"placement": "projection", "router": "linear", "shared_modules": None}])
 def test_many_steps_leave_nothing_behind(settings: dict[str, Any]) -> None:
     model = adapted(tiny_llama(2), ema_interval=1, **settings).train()
@@ -63,7 +68,7 @@ def test_many_steps_leave_nothing_behind(settings: dict[str, Any]) -> None:
     gc.collect()
     whole, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert kept(model) == before
+    assert grown(before, kept(model)) == {}
     assert whole - half < 64 * 1024  # bytes; a number kept of each step would be more over 10,000 of them
     state = routing_state(model)
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
@@ -92,7 +97,7 @@ def test_adapters_that_come_and_go_leave_nothing_behind() -> None:
     before = kept(model)
     for number in range(ADAPTERS):
         come_and_go(number)
-    assert kept(model) == before
+    assert grown(before, kept(model)) == {}
     assert Counter(name.split(".")[-1] for name, _ in model.named_modules()) == names
 
 
