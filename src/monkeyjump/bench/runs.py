@@ -5,6 +5,7 @@ On a GPU times come from CUDA events and memory from the caching allocator, on a
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -154,9 +155,17 @@ def peak_bytes(device: str) -> int | None:
 
 
 def cpu_peak_bytes(call: Call) -> int:
-    """The most bytes that one call had allocated on the CPU at once, beside what was there before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        call()
+    """The most bytes that one call had allocated on the CPU at once, beside what was there before it.
+
+    What earlier calls left for the garbage collector is collected first, since it would count as given back.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            call()
+    finally:
+        gc.enable()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events)
     return max(accumulate((size for _, size in changes), initial=0))
