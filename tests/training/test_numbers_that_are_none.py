@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import Trainer
 from monkeyjump.errors import ConfigError, NoMemoryError
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.run import run
+from monkeyjump.training.trainer import NotFinite
 from monkeyjump.tuner.centers.revive import revive_experts
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.trace import record_routing
@@ -69,6 +71,20 @@ def test_a_step_is_left_out(recipe_file: Path, tmp_path: Path, spoiled: list[tor
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert losses[7] == losses[7]
+
+
+def test_every_step_that_is_left_out_is_told_by_its_own_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = torch.nn.Linear(2, 1), SimpleNamespace(decode=lambda row, **_: f"row {int(row[0])}")
+    finite = NotFinite(skip=True, tokenizer=tokenizer)
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        finite.recent.append((step + 1, torch.tensor(float("nan")), torch.tensor([[step]])))
+        finite.on_pre_optimizer_step(None, SimpleNamespace(global_step=step), None, model=model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    said = capsys.readouterr().out.splitlines()
+    assert [line[-8:] for line in said] == ["'row 0'.", "'row 1'.", "'row 2'."]
+    assert finite.skipped == 3
 
 
 def test_a_step_that_does_not_fit_says_what_to_lower(

@@ -29,7 +29,8 @@ def run(options: argparse.Namespace) -> int:
     chosen = names() if options.study == "all" else [options.study]
     studies = {Path(name).stem: load_study(name) for name in chosen}
     recipe = load_recipe(options.recipe, options.overrides)
-    lrs, _ = checked_rates(options, recipe), where(options)
+    lrs = checked_rates(options, recipe)
+    where(options)  # for its mistakes, before torch is imported
     grids = {name: grid_of(s, recipe, range(options.seeds), lrs, options.widen) for name, s in studies.items()}
     with uncollected():
         from monkeyjump.experiments.ablate import draw_figures, save_study, study_rows, study_table, verdicts

@@ -23,7 +23,8 @@ def run(options: argparse.Namespace) -> int:
     from monkeyjump.training.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, [*options.overrides, *([f"tasks={options.tasks}"] if options.tasks else [])])
-    lrs, _ = checked_rates(options, recipe), where(options)
+    lrs = checked_rates(options, recipe)
+    where(options)  # for its mistakes, before torch is imported
     with uncollected():  # only now: they bring torch, which no mistake above has to wait for
         from monkeyjump.experiments.compare import grid_of_methods
         from monkeyjump.experiments.tables import comparison_tables, save_comparison

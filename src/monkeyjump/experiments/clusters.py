@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +32,15 @@ def make(settings: dict[str, Any], test: bool, home: str) -> None:
     recipe = recipe_from(settings)
     if finished(recipe, test) is not None:
         return
-    shared = _shared.pop() if _shared else Shared()  # only a run that came to its end gives it back
-    make_cell(recipe, test, shared)
+    with kept_in_this_process() as shared:
+        make_cell(recipe, test, shared)
+
+
+@contextmanager
+def kept_in_this_process() -> Iterator[Shared]:
+    """What an earlier run of this process has loaded; only a run that comes to its end leaves it to the next."""
+    shared = _shared.pop() if _shared else Shared()
+    yield shared
     _shared.append(shared)
 
 

@@ -128,9 +128,9 @@ def run_map(
 ) -> Map:  # fmt: skip
     """Search the rate of every method and rank at one place, then make the runs of all places with it."""
     recipes = {}
+    tasks = {data: write_tasks(setting, output / "data") for data, setting in {s.data: s for s in settings}.items()}
     for setting in settings:
-        tasks = write_tasks(setting, output / "data")
-        place = base.model_copy(update={"tasks": tasks})
+        place = base.model_copy(update={"tasks": tasks[setting.data]})
         for method in _names(methods):
             recipes[_label(method, setting)] = overridden(place, _settings(method, setting, base.model))
     rates = {name: list(lrs) for name in recipes}

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from monkeyjump.errors import ConfigError, require
-from monkeyjump.experiments.clusters import Engine, engine_of
+from monkeyjump.experiments.clusters import Engine, engine_of, kept_in_this_process
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table
 from monkeyjump.training.recipe import Recipe, overridden, parse_value, recipe_from
@@ -62,7 +62,6 @@ def make_trial(settings: dict[str, Any], number: int, journal: str, home: str) -
     from transformers import TrainerCallback
 
     from monkeyjump.training.run import run
-    from monkeyjump.training.shared import Shared
 
     study = open_study(Path(journal))
     trial = Trial(study, study.trials[number]._trial_id)
@@ -74,11 +73,12 @@ def make_trial(settings: dict[str, Any], number: int, journal: str, home: str) -
                 trial.set_user_attr("pruned_at", state.global_step)
                 control.should_training_stop = True
 
-    shared = Shared()
-    shared.callbacks = [Prune()]
-    result = run(recipe_from(settings), overwrite=True, test=False, shared=shared)
-    if result.interrupted:
-        raise KeyboardInterrupt
+    with kept_in_this_process() as shared:
+        shared.callbacks = [Prune()]
+        result = run(recipe_from(settings), overwrite=True, test=False, shared=shared)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        shared.give_back(result.model, result.tokenizer)
     return result.best_validation
 
 

@@ -161,13 +161,7 @@ def _run(
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise NoMemoryError(
-                f"step {trainer.state.global_step + 1} does not fit: {str(error).splitlines()[0]} Lower "
-                f"train.batch_size={recipe.train.batch_size} and raise train.accumulation={recipe.train.accumulation} "
-                f"by the same factor, which trains the same; lower data.max_length={recipe.data.max_length}; or set "
-                "train.gradient_checkpointing=true.",
-                title="out of memory",
-            ) from error
+            raise _no_memory(recipe, trainer.state.global_step + 1, error) from error
         finally:
             interruptible.restore()
         seconds = time.perf_counter() - started
@@ -179,9 +173,7 @@ def _run(
     best = trainer.state.best_metric  # None or minus infinity: never validated, or never to a number
     result.best_validation = best if best is not None and math.isfinite(best) else None
     if (step := result.measurements["diverged_at"]) is not None:
-        kept = (
-            "What is kept is the best checkpoint by validation" if best is not None else "No validation came before it"
-        )
+        kept = "No validation came before it" if best is None else "What is kept is the best checkpoint by validation"
         say(
             f"training diverged: the loss or its gradient was no finite number by step {step}. {kept}; try a smaller "
             f"train.lr than {recipe.train.lr:g}."
@@ -194,6 +186,16 @@ def _run(
             result.report.save(recipe.folder / "evaluation")  # at once: what comes later may fail
             write_card(result, recipe, config)
     return result
+
+
+def _no_memory(recipe: Recipe, step: int, error: BaseException) -> NoMemoryError:
+    train, reason = recipe.train, next(iter(str(error).splitlines()), type(error).__name__)
+    return NoMemoryError(
+        f"step {step} does not fit: {reason} Lower train.batch_size={train.batch_size} and raise "
+        f"train.accumulation={train.accumulation} by the same factor, which trains the same; lower "
+        f"data.max_length={recipe.data.max_length}; or set train.gradient_checkpointing=true.",
+        title="out of memory",
+    )
 
 
 def score_on_test(

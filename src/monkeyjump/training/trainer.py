@@ -133,11 +133,12 @@ class NotFinite(TrainerCallback):
             model.zero_grad()  # without gradients the optimiser leaves weights and its own state alone
             self.skipped += 1
             say(f"step {state.global_step + 1} is left out: its gradient is no finite number{self._rows()}.")
+            self.recent.clear()  # or the next such step would be told by the rows of this one
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self._skip or logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs:
             return
-        if not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "grad_norm")):
+        if not self._skip and not all(math.isfinite(logs.get(name, 0.0)) for name in ("loss", "grad_norm")):
             say(f"training stops: the loss or its gradient is no finite number{self._rows()}.")
             control.should_training_stop = True
         self.recent.clear()

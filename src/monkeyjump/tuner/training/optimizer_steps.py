@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from monkeyjump.adapters import ADAPTERS, AdaLoraAdapter, FlyLoraAdapter, LoraFaAdapter
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
+from monkeyjump.tuner.centers.pool_ranks import several_ranks
 from monkeyjump.tuner.training.regularizer import active_adapters
 
 
@@ -115,11 +116,10 @@ def _count_all_ranks(adapters: list[AdaLoraAdapter]) -> None:
 
 def _sum_over_ranks(counts: list[Tensor]) -> None:
     """Make these vectors the sums over all data-parallel ranks."""
-    distributed = torch.distributed
-    if not (counts and distributed.is_available() and distributed.is_initialized()):
+    if not (counts and several_ranks()):
         return
     flat = torch.cat([count.to(counts[0].device) for count in counts])
-    distributed.all_reduce(flat)
+    torch.distributed.all_reduce(flat)
     for count, total in zip(counts, flat.split([len(count) for count in counts]), strict=True):
         count.copy_(total)
 
