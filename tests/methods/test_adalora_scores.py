@@ -160,6 +160,7 @@ def test_counts_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         flat.mul_(3)
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     shares: dict[int, torch.Tensor] = {}
     observe = AdaLoraAdapter.observe_gradients
