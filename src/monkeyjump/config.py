@@ -56,6 +56,7 @@ def extend_peft_types(name: str) -> PeftType:
 
 
 PEFT_TYPE = extend_peft_types("MONKEYJUMP")
+FORMAT = 1  # of a saved adapter, settings and tensors: one more where the same names come to mean something else
 MODEL_CARD_NOTE = """
 ## Loading this adapter
 
@@ -229,6 +230,9 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         """The weight of the contrastive loss, which two placements have."""
         return self.more.contrastive_weight if self.placement == "nested" else self.projection.contrastive_weight
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "format_version": FORMAT}
+
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the configuration, and tell the reader of the model card which import loading needs."""
         super().save_pretrained(save_directory, **kwargs)
@@ -248,6 +252,13 @@ def _take_options_as_keywords(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def constructor(self: MonkeyJumpConfig, *args: Any, **given: Any) -> None:
+        version = given.pop("format_version", 1)  # the first files have none
+        if type(version) is not int or not 1 <= version <= FORMAT:
+            raise ConfigError(
+                f"format_version={version!r} of a saved adapter: this version of monkeyjump reads 1"
+                f"{f' to {FORMAT}' if FORMAT > 1 else ''}. Update monkeyjump to read adapters of later versions.",
+                title="invalid MonkeyJumpConfig",
+            )
         saved = type(given.get("peft_type")) is str  # a copied configuration has PEFT's enumeration there
         self.__dict__["_given_options"] = {name: given.pop(name) for name in OPTION_NAMES if name in given}, saved
         unknown = sorted(given.keys() - {field.name for field in fields(self)}) if saved else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import time
 import warnings
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from tests.helpers import tiny_llama
 from tests.tiny_folder import save_tiny_model
 
 COUNT = int(os.environ.get("MONKEYJUMP_FUZZ", "60"))
+MOST = 500_000_000  # bytes that one input may add to what the process held before; these files have some kilobytes
 LONGEST = 20.0  # seconds for one input, on a busy machine; most take milliseconds
 
 WORDS = [
@@ -152,9 +154,14 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(WORDS): value(rng, depth + 1) for _ in range(rng.randint(0, 3))}
 
 
+def peak() -> int:
+    """The most bytes this process ever held."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def clean(work: Callable[[], Any], what: Any) -> bool:
     """Whether the input was refused; anything but our own error, and a wait, is a fault that names the input."""
-    began = time.monotonic()
+    began, largest = time.monotonic(), peak()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -167,6 +174,7 @@ def clean(work: Callable[[], Any], what: Any) -> bool:
         raise AssertionError(f"{type(error).__name__}: {error} for {what!r}") from error
     finally:
         assert time.monotonic() - began < LONGEST, f"too long for {what!r}"
+        assert peak() - largest < MOST, f"too much memory for {what!r}"
     return False
 
 
