@@ -10,7 +10,8 @@ PAGE = TESTS.parent / "docs" / "reliability.md"
 
 
 def test_every_promise_has_its_test() -> None:
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    page = PAGE.read_text(encoding="utf-8").partition("## Versions")[0]
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
     promises = [row for row in rows if not row.startswith(("| promise", "|---"))]
     assert len(promises) > 20
     for row in promises:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,9 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert not hub.hub_reachable()
     with pytest.raises(ConfigError, match=r"'sst2' of 'nyu-mll/glue': did not load.*HF_HUB_OFFLINE is set.*Go online"):
         tasks.load_examples(SST2, "train")
+
+
+@pytest.mark.parametrize("task", tasks.expand("all"), ids=lambda task: task.name)
+def test_every_task_can_be_sent_to_another_process(task: Any) -> None:
+    sent = pickle.loads(pickle.dumps(task))
+    assert (sent.name, sent.fields, sent.options) == (task.name, task.fields, task.options)

@@ -3,15 +3,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from monkeyjump import tasks
 from monkeyjump.errors import ConfigError
 from monkeyjump.tasks.batches import BatchSampler, by_tokens
+from monkeyjump.tasks.collate import PackingCollator
 from monkeyjump.tasks.encode import Encoded, Encoder
 from monkeyjump.tasks.mixture import Mixture, StreamingMixture, draw, quotas
 
@@ -20,6 +22,7 @@ def group(task_id: int, count: int) -> list[Encoded]:
     return [Encoded(np.arange(3 + (7 * index) % 11), 2, task_id) for index in range(count)]
 
 
+NO_WORKERS = {"num_workers": 0, "multiprocessing_context": None}
 GROUPS = {"small": group(0, 10), "large": group(1, 90)}
 
 
@@ -118,11 +121,19 @@ def test_streaming_weights_and_repeat(tokenizer: Any) -> None:
     assert drawn[0] > 400  # more than the task has: it came round again
 
 
-def test_streaming_workers_share_the_work(tokenizer: Any) -> None:
-    stream = StreamingMixture(tasks.expand("place"), Encoder(tokenizer))
-    loader = DataLoader(stream, batch_size=None, num_workers=2)
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_share_the_work(tokenizer: Any, start: str) -> None:
+    """Workers that are copies of this process, and workers that are sent all they need."""
+    encoder = Encoder(tokenizer)
+    stream, mixture = StreamingMixture(tasks.expand("place"), encoder), Mixture.load(tasks.expand("place"), encoder)
+    settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": start}
+    loader = DataLoader(stream, batch_size=None, **settings)
     alone, together = ([item.input_ids.tolist() for item in islice(source, 100)] for source in (stream, loader))
     assert together == alone
+    settings |= {"batch_size": 16, "collate_fn": PackingCollator(0, length=2048, max_sequences=16)}
+    loaders: list[Any] = [DataLoader(cast(Any, mixture), **settings | more) for more in (NO_WORKERS, {})]
+    for batch, same in zip(*loaders, strict=True):
+        assert all(torch.equal(batch[name], same[name]) for name in {**batch, **same})
 
 
 def test_batches_by_tokens_hold_every_text_once_and_what_is_read_first_has_all_lengths() -> None:

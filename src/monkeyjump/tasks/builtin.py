@@ -21,6 +21,7 @@ import io
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from monkeyjump.tasks import builtin_words as words
 from monkeyjump.tasks.cells import Row, pick
@@ -122,27 +123,28 @@ def _drawn(rng: random.Random, name: str, options: tuple[str, ...]) -> tuple[byt
 def _task(name: str, make: Maker | None, options: tuple[str, ...], description: str, question: str = "") -> Task:
     """A task of a maker, or without one a task of drawings."""
     kind: Modality = "text" if make else "image"
-
-    def generate(split: str, seed: int) -> Sequence[Row]:
-        """Distinct rows. Test is the same for every seed: results of different seeds must be comparable."""
-        rng = random.Random(f"{name}/{split}/{0 if split == 'test' else seed}")
-        material, size = words.TEST if split == "test" else words.TRAIN, SIZES[kind][split]
-        rows: dict[str | bytes, Row] = {}
-        for _ in range(10 * size):
-            content, label = make(rng, material) if make else _drawn(rng, name, options)
-            shown = {"text": content} if make else {"image": {"bytes": content, "path": None}}
-            rows.setdefault(content, {**shown, "label": label})
-            if len(rows) == size:
-                break
-        return list(rows.values())
-
-    def render(row: Row) -> Example:
-        label = pick(row["label"], range(len(options)))
-        return Example(question=f"{row.get('text', '')}{question}", options=options, label=label)
-
     family, fields, media = ("builtin", ("text", "label"), ()) if make else ("builtin_pictures", ("label",), ("image",))
-    source = GeneratedSource(generate)
+    source, render = GeneratedSource(partial(_generated, name, make, options)), partial(_rendered, question, options)
     return Task(name, family, render, fields, source, options, "accuracy", kind, description, media)
+
+
+def _generated(name: str, make: Maker | None, options: tuple[str, ...], split: str, seed: int) -> Sequence[Row]:
+    """Distinct rows. Test is the same for every seed: results of different seeds must be comparable."""
+    rng = random.Random(f"{name}/{split}/{0 if split == 'test' else seed}")
+    material, size = words.TEST if split == "test" else words.TRAIN, SIZES["text" if make else "image"][split]
+    rows: dict[str | bytes, Row] = {}
+    for _ in range(10 * size):
+        content, label = make(rng, material) if make else _drawn(rng, name, options)
+        shown = {"text": content} if make else {"image": {"bytes": content, "path": None}}
+        rows.setdefault(content, {**shown, "label": label})
+        if len(rows) == size:
+            break
+    return list(rows.values())
+
+
+def _rendered(question: str, options: tuple[str, ...], row: Row) -> Example:
+    label = pick(row["label"], range(len(options)))
+    return Example(question=f"{row.get('text', '')}{question}", options=options, label=label)
 
 
 BUILTIN_TASKS: tuple[Task, ...] = (

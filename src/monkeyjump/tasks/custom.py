@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def simple_task(
     return Task(
         name=name,
         family=more.get("family", "custom"),
-        render=_renderer(prompt, context, options, answer),
+        render=partial(_rendered, prompt, context, options, answer),
         fields=tuple(dict.fromkeys([*cells.columns_of(prompt), *cells.columns_of(context), *own, answer])),
         source=source,
         options=None if own or options is None else texts,
@@ -65,22 +66,17 @@ def _source(data: Mapping[str, Any]) -> Source:
     return FileSource({split: Path(path).expanduser() for split, path in data.items()})
 
 
-def _renderer(prompt: str, context: str, options: Options, answer: str) -> Callable[[Row], Example]:
-    def render(row: Row) -> Example:
-        question, cuttable, value = cells.filled(prompt, row), cells.filled(context, row), cells.lookup(row, answer)
-        if cells.missing(value) or value == "":
-            raise BadLabelError(f"the answer (column {answer!r}) is empty")
-        if options is None:
-            several = cells.opened(value)  # answers of several people
-            answers = tuple(map(str, several)) if isinstance(several, list | tuple) and several else ()
-            answer_text = cells.most_frequent(answers) if answers else str(value)
-            return Example(question=question, context=cuttable, free_answer=answer_text, answers=answers)
-        texts, label = _choose(options, row, value)
-        return Example(
-            question=question, context=cuttable, options=texts, label=label, score=cells.number(texts[label])
-        )
-
-    return render
+def _rendered(prompt: str, context: str, options: Options, answer: str, row: Row) -> Example:
+    question, cuttable, value = cells.filled(prompt, row), cells.filled(context, row), cells.lookup(row, answer)
+    if cells.missing(value) or value == "":
+        raise BadLabelError(f"the answer (column {answer!r}) is empty")
+    if options is None:
+        several = cells.opened(value)  # answers of several people
+        answers = tuple(map(str, several)) if isinstance(several, list | tuple) and several else ()
+        answer_text = cells.most_frequent(answers) if answers else str(value)
+        return Example(question=question, context=cuttable, free_answer=answer_text, answers=answers)
+    texts, label = _choose(options, row, value)
+    return Example(question=question, context=cuttable, options=texts, label=label, score=cells.number(texts[label]))
 
 
 def _choose(options: Options, row: Row, value: Any) -> tuple[tuple[str, ...], int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -56,15 +57,15 @@ _KITTI = "less than 8 meters, 8 to 20 meters, more than 20 meters, no vehicle"
 def _classes(question: str, options: tuple[str, ...]) -> Callable[[Row], Example]:
     """A class is given by its number, as on the hub, or by its name in any spelling."""
     known = {_letters(option): index for index, option in enumerate(options)}
+    return partial(_of_a_class, question, options, known)
 
-    def render(row: Row) -> Example:
-        value = _vehicle(row["label"]) if isinstance(row["label"], list | tuple) else row["label"]
-        label = known.get(_letters(value), as_position(value, len(options)))
-        if label is None:
-            raise BadLabelError(f"label {value!r} is neither a class nor a number below {len(options)}")
-        return Example(question=question, options=options, label=label)
 
-    return render
+def _of_a_class(question: str, options: tuple[str, ...], known: Mapping[str, int], row: Row) -> Example:
+    value = _vehicle(row["label"]) if isinstance(row["label"], list | tuple) else row["label"]
+    label = known.get(_letters(value), as_position(value, len(options)))
+    if label is None:
+        raise BadLabelError(f"label {value!r} is neither a class nor a number below {len(options)}")
+    return Example(question=question, options=options, label=label)
 
 
 def _letters(name: Any) -> str:
@@ -84,30 +85,31 @@ Asked = tuple[Callable[[Row], Example], str]  # a renderer, and the columns that
 
 def _free(question: str, answer: str, hint: str = _SHORT) -> Asked:
     """One right answer, in a cell or in a list of one. Copies of a dataset often rename a column: "a|b" is either."""
+    return partial(_answered, question, answer, hint), f"{question} {answer}"
 
-    def cell(row: Row, columns: str) -> str:
-        value = next((row[column] for column in columns.split("|") if column in row), "")
-        return str(value[0] if isinstance(value, list | tuple) and value else value).strip()
 
-    def render(row: Row) -> Example:
-        text = "\n".join(filter(None, (cell(row, question), hint)))
-        return Example(question=text, free_answer=cell(row, answer))
+def _answered(question: str, answer: str, hint: str, row: Row) -> Example:
+    text = "\n".join(filter(None, (_cell(row, question), hint)))
+    return Example(question=text, free_answer=_cell(row, answer))
 
-    return render, f"{question} {answer}"
+
+def _cell(row: Row, columns: str) -> str:
+    value = next((row[column] for column in columns.split("|") if column in row), "")
+    return str(value[0] if isinstance(value, list | tuple) and value else value).strip()
 
 
 def _voted(hint: str = _SHORT) -> Asked:
     """The answers of several people, usually ten."""
+    return partial(_answered_by_several, hint), "question answers"
 
-    def render(row: Row) -> Example:
-        found = listed(row["answers"], "answers")
-        answers = tuple(str(one["answer"] if isinstance(one, Mapping) else one).strip() for one in found)
-        if not answers:
-            raise BadLabelError("there are no answers")
-        question = f"{str(row['question']).strip()}\n{hint}"
-        return Example(question=question, free_answer=most_frequent(answers), answers=answers)
 
-    return render, "question answers"
+def _answered_by_several(hint: str, row: Row) -> Example:
+    found = listed(row["answers"], "answers")
+    answers = tuple(str(one["answer"] if isinstance(one, Mapping) else one).strip() for one in found)
+    if not answers:
+        raise BadLabelError("there are no answers")
+    question = f"{str(row['question']).strip()}\n{hint}"
+    return Example(question=question, free_answer=most_frequent(answers), answers=answers)
 
 
 def _scienceqa(row: Row) -> Example:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache as cache_in_memory
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -220,11 +220,13 @@ class _UnknownCodeError(Exception):
 
 def _code(value: Any) -> Any:
     """What a function of this folder does, in values that can be printed: its name, and what it was made with."""
+    if isinstance(value, partial):
+        return [_code(part) for part in (value.func, *value.args)]
     if not callable(value):
         return value
     if not getattr(value, "__module__", "").startswith(f"{__package__}."):
         raise _UnknownCodeError
-    return value.__module__, value.__qualname__, [_code(cell.cell_contents) for cell in value.__closure__ or ()]
+    return value.__module__, value.__qualname__
 
 
 @cache_in_memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from monkeyjump.tasks.cells import BadLabelError, Row, columns_of, listed, lookup, missing, number, pick
@@ -55,21 +56,16 @@ def _hellaswag(row: Row) -> Example:
     return Example("How does this go on?", tuple(endings), label, context=context, cut="start")
 
 
-def _choices(column: str) -> Callable[[Row], Example]:
+def _choices(column: str, row: Row) -> Example:
     """ARC and OpenBookQA: choices with labels of their own, A-E in most rows, 1-5 in some; ours are always letters."""
-
-    def render(row: Row) -> Example:
-        options, names = (
-            [str(entry).strip() for entry in listed(lookup(row, path), path)]
-            for path in ("choices.text", "choices.label")
-        )
-        key = str(row["answerKey"]).strip()
-        if key not in names:  # a key of the other alphabet, seen in copies of ARC
-            swapped = dict(zip(_DIGITS + LETTERS[:9], LETTERS[:9] + _DIGITS, strict=True))
-            key = swapped.get(key, key) if swapped.get(key) in names else key
-        return Example(_text(row, column), tuple(options), pick(key, names))
-
-    return render
+    options, names = (
+        [str(entry).strip() for entry in listed(lookup(row, path), path)] for path in ("choices.text", "choices.label")
+    )
+    key = str(row["answerKey"]).strip()
+    if key not in names:  # a key of the other alphabet, seen in copies of ARC
+        swapped = dict(zip(_DIGITS + LETTERS[:9], LETTERS[:9] + _DIGITS, strict=True))
+        key = swapped.get(key, key) if swapped.get(key) in names else key
+    return Example(_text(row, column), tuple(options), pick(key, names))
 
 
 def _ask(
@@ -81,13 +77,22 @@ def _ask(
     """
     columns = list(dict.fromkeys(columns_of("".join((context, question, *options)))))
     fixed = None if columns_of("".join(options)) else options
-
-    def render(row: Row) -> Example:
-        texts = {column: _text(row, column) for column in columns}
-        offered = fixed or tuple(option.format_map(texts) for option in options)
-        return Example(question.format_map(texts), offered, pick(row[answer], labels), context.format_map(texts))
-
+    render = partial(_asked, context, question, options, answer, labels, columns)
     return {"render": render, "fields": (*columns, answer), "options": fixed}
+
+
+def _asked(
+    context: str,
+    question: str,
+    options: tuple[str, ...],
+    answer: str,
+    labels: Sequence[Any],
+    columns: list[str],
+    row: Row,
+) -> Example:
+    texts = {column: _text(row, column) for column in columns}
+    offered = tuple(option.format_map(texts) for option in options)
+    return Example(question.format_map(texts), offered, pick(row[answer], labels), context.format_map(texts))
 
 
 def _own(render: Callable[[Row], Example], fields: str, options: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -110,8 +115,8 @@ def _qa(name: str, hub: str, description: str, **asked: Any) -> Task:
 _SENTENCE, _QUESTIONS = "Sentence: {sentence}", "Question 1: {question1}\nQuestion 2: {question2}"
 _ENTAILED = "Does the sentence answer this question: {question}"
 _STSB = {"metric": "spearman", **_own(_stsb, "sentence1 sentence2 score|label", tuple("012345"))}
-_ARC = _own(_choices("question"), "question choices answerKey")
-_BOOK = _own(_choices("question_stem"), "question_stem choices answerKey")
+_ARC = _own(partial(_choices, "question"), "question choices answerKey")
+_BOOK = _own(partial(_choices, "question_stem"), "question_stem choices answerKey")
 _SOLUTIONS = _ask("", "Goal: {goal}\nWhich way works?", ("{sol1}", "{sol2}"))
 _SOCIAL = _ask("{context}", "{question}", ("{answerA}", "{answerB}", "{answerC}"), "label", ("1", "2", "3"))
 _BLANK = _ask("", "{sentence}\nWhat fits the blank?", ("{option1}", "{option2}"), "answer", ("1", "2"))
