@@ -22,6 +22,7 @@ VERBS = {
     "forecast": "say before training whether tasks oppose each other",
     "study": "map where routing helps, over tasks whose conflict is a dial",
     "tune": "search settings of a recipe by validation",
+    "export": "write an adapter for programs that do not know this package",
     "bench": "measure speed and memory",
     "tasks": "list the tasks and the state of their data",
     "methods": "list the methods and what they cost on a model",
