@@ -21,7 +21,7 @@ SLOW = (
     *("contract/test_trainer.py", "contract/test_trl.py", "equivalence/test_generation.py", "evaluation/test_run.py"),
     *("equivalence/test_sharded.py", "equivalence/test_distributed.py", "equivalence/test_uneven_ranks.py"),
     *("equivalence/test_other_parallelism.py", "explorer/test_browser.py", "test_export.py"),
-    *("test_docs.py", "test_packaging.py"),
+    *("test_docs.py", "test_examples.py", "test_packaging.py"),
     *("faults/test_kills.py", "faults/test_long_runs.py", "faults/test_malformed.py"),
     *("methods/test_kernels.py", "methods/test_trainers.py", "models/test_default_model.py"),
     *("ops/test_kernel_lora.py", "ops/test_offline_compilation.py", "ops/test_router_logits.py"),
