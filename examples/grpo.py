@@ -21,7 +21,7 @@ from monkeyjump.models import load_model
 PROMPTS = ["The capital of France is", "Water boils at", "A dog is an", "The sun rises in the"]
 
 
-def reward_short(completions: list[str], **kwargs: Any) -> list[float]:
+def reward_short(completions: list[str], **kwargs: Any) -> list[float | None]:
     """The fewer characters the better."""
     return [-len(completion) / 100 for completion in completions]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import load_adapter
-from monkeyjump.export import constant_gates, mean_gates, save_lora, task_names
+from monkeyjump.export import constant_gates, mean_gates, save_lora, task_names, why_not_exact
 from monkeyjump.export.gates import mean_over_tasks
+from monkeyjump.export.lora import require_lora
 from tests.helpers import REORDERED, adapted, disturb, tiny_llama, token_ids
 from tests.tiny_folder import save_tiny_model, write_recipe
 
+FEED_FORWARDS = {"placement": "ffn", "shared_modules": None, "renormalize": True}
 WITHOUT_US = """
 import sys
 sys.modules["monkeyjump"] = None  # an import of it now fails
@@ -180,6 +184,7 @@ def test_transformers_loads_the_folder(home: Path, tmp_path: Path, monkeypatch: 
         ("token", "lora", ["granularity='token'", "no LoRA equals it", "--as average-lora"]),
         ("token", "merged", ["granularity='token'", "--as average-lora"]),
         ("task", "merged", ["no one weight", "--as lora is exact"]),
+        ("plain", "average-lora", ["nothing here depends on tokens", "--as lora is exact"]),
     ],
 )
 def test_what_cannot_be_exported_says_why(
@@ -189,6 +194,25 @@ def test_what_cannot_be_exported_says_why(
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "exact", "low_rank"),
+    [
+        ({"granularity": "sequence"}, "granularity='sequence'", None),
+        ({"router": "linear"}, "router='linear'", None),
+        ({"adapter": "propulsion", "granularity": "task"}, None, "adapter='propulsion'"),
+        ({"adapter": "flylora", "layers_to_route": [], "r": 4}, "chooses its ranks anew", "adapter='flylora'"),
+        ({**FEED_FORWARDS, "router": "linear"}, "router='linear'", "whole feed-forwards"),
+    ],
+    ids=str,
+)
+def test_reasons(tmp_path: Path, changes: dict[str, Any], exact: str | None, low_rank: str | None) -> None:
+    model = adapted(**changes)
+    reason = why_not_exact(model)
+    assert reason is None if exact is None else reason is not None and exact in reason
+    with pytest.raises(ConfigError, match=low_rank) if low_rank else nullcontext():
+        require_lora(model)
 
 
 def test_a_folder_is_not_overwritten_and_unknown_tasks_are_named(

@@ -54,23 +54,23 @@ def run(options: argparse.Namespace) -> int:
         print(f"saved       {out}: a whole model, for any program that loads one")
     else:
         save_for_transformers(model, tokenizer, source, out)
-        print(f"saved       {out}: for AutoModelForCausalLM with trust_remote_code=True")
+        print(f"saved       {out}: for Transformers, with trust_remote_code=True")
     if options.push:
         print(f"uploaded    {push(out, options.push)}")
     return 0
 
 
 def _loaded(options: argparse.Namespace, source: Path, recipe: Recipe | None) -> tuple[Any, Any]:
-    """The adapter on its base; as it was trained for a measurement, in the dtype it is stored in for a whole model."""
+    """The adapter on its base, in the dtype that is stored, or for a measurement in that of training; or why not."""
     import torch
 
     from monkeyjump.evaluation.load import load_adapter
-    from monkeyjump.export.gates import routed, why_not_exact
+    from monkeyjump.export.gates import routed, task_names, why_not_exact
     from monkeyjump.export.lora import require_lora
     from monkeyjump.training.shared import dtype_of
 
     measured = options.form == "average-lora"
-    dtype = dtype_of(recipe) if recipe and measured else None
+    dtype: Any = (dtype_of(recipe) if recipe else None) if measured else "auto"
     device = "cuda" if measured and torch.cuda.is_available() else None
     model, tokenizer = load_adapter(source, options.base, dtype, device)
     reason = why_not_exact(model)
@@ -78,10 +78,12 @@ def _loaded(options: argparse.Namespace, source: Path, recipe: Recipe | None) ->
     if options.form == "merged" and routed(model):
         way = lossy if reason else "--as lora is exact"
         raise ConfigError(f"{reason or 'it has gates'}, so that no one weight equals it. {way}.", title="cannot merge")
-    if options.form == "average-lora":
-        require_lora(model)
     if options.form == "lora" and reason:
         raise ConfigError(f"{reason}, so that no LoRA equals it. {lossy}.", title="cannot export exactly")
+    if measured and reason is None and not task_names(model):
+        raise ConfigError("nothing here depends on tokens or tasks: --as lora is exact.", title="nothing to average")
+    if measured:
+        require_lora(model)
     return model, tokenizer
 
 
@@ -89,6 +91,8 @@ def _averaged_tasks(options: argparse.Namespace, recipe: Recipe | None) -> list[
     from monkeyjump.tasks import expand
     from monkeyjump.tasks.preflight import look_at
 
+    if options.rows < 1:
+        raise ConfigError(f"--rows={options.rows} must be at least 1.")
     if options.form != "average-lora":
         unused = [name for name in ("text", "limit") if getattr(options, name)]
         if unused:
@@ -100,7 +104,7 @@ def _averaged_tasks(options: argparse.Namespace, recipe: Recipe | None) -> list[
             f"{options.adapter!r} does not say what it was trained on: name --tasks or --text to average over."
         )
     tasks = expand(named, recipe.data.bad_media if recipe else "raise") if named else []
-    look_at(tasks, _data(options, recipe), splits=["test"])
+    look_at(tasks, _data(options, recipe), splits=["train", "test"])
     return tasks
 
 
@@ -149,10 +153,10 @@ def _average(model: Any, tokenizer: Any, tasks: list[Task], recipe: Recipe | Non
         table: Table = measure_loss(model, tokenizer, tasks, recipe, out, _data(options, recipe), options.limit)
         print()
         table.show()
-        words = f"\n\nTest scores x 100:\n\n{table.markdown()}\n"
+        words = f"\nTest scores x 100:\n\n{table.markdown()}\n"
     else:
-        words = "\n\nWhat the average loses was not measured: no task was named.\n"
+        words = "\nWhat the average loses was not measured: no task was named.\n"
         print("not measured: name --tasks to see what the average loses")
     with (out / "README.md").open("a", encoding="utf-8") as file:
-        file.write(words.lstrip("\n"))
+        file.write(words)
     print(f"saved       {out}: a LoRA of PEFT, lossy")

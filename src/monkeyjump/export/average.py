@@ -7,6 +7,7 @@ from typing import Any
 
 from monkeyjump.analysis.collect import collect
 from monkeyjump.analysis.rows import rows_of_tasks, rows_of_user
+from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import TASK_IDS
 from monkeyjump.evaluation.report import percent
 from monkeyjump.evaluation.run import evaluate
@@ -25,14 +26,16 @@ def averaged(
     """The mean gates over rows of tasks, or of a user's text; every task counts the same. Test rows are not read."""
     if why_not_exact(model) is None:
         known = task_names(model)
-        chosen = [known[task.name] for task in tasks if task.name in known] or list(known.values()) or [0]
+        chosen = [known[task.name] for task in tasks if task.name in known] or list(known.values())
         return mean_over_tasks([constant_gates(model, task) for task in chosen])
     ids = getattr(model, TASK_IDS, None) or {task.name: place for place, task in enumerate(tasks)}
     encoder = Encoder(tokenizer, ids, **(encoding(recipe) if recipe else {}))
     if text:
         return mean_gates(model, collect(model, rows_of_user(encoder, text, None, rows)).usage)
-    seed = recipe.seed if recipe else 0
-    return mean_gates(model, collect(model, rows_of_tasks(encoder, tasks, rows, data, seed, "train")).usage)
+    found = rows_of_tasks(encoder, tasks, rows, data, recipe.seed if recipe else 0, "train")
+    if not found:
+        raise ConfigError("none of these tasks has training rows to average over: give some as --text.")
+    return mean_gates(model, collect(model, found).usage)
 
 
 def measure_loss(

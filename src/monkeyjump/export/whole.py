@@ -9,6 +9,7 @@ from typing import Any
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.export.lora import card
+from monkeyjump.models.visual import is_visual
 
 MODELING = '''"""{parent} with a Monkey Jump adapter, which needs `pip install monkeyjump`."""
 
@@ -47,8 +48,13 @@ def save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def save_for_transformers(model: Any, tokenizer: Any, adapter: Path, folder: Path) -> None:
     """A folder with base model, adapter and code: AutoModelForCausalLM loads it where monkeyjump is installed."""
+    import transformers
+
     base_name, base = _base_name(model), model.unload()
     parent = type(base).__name__
+    if not hasattr(transformers, parent):
+        raise ConfigError(f"its base model is a {parent}, which Transformers does not have.", title="cannot export")
+    auto = "AutoModelForImageTextToText" if is_visual(base.config) else "AutoModelForCausalLM"
     base.save_pretrained(folder)
     (folder / "adapter").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -57,11 +63,11 @@ def save_for_transformers(model: Any, tokenizer: Any, adapter: Path, folder: Pat
     (folder / "modeling_monkeyjump.py").write_text(MODELING.format(parent=parent), encoding="utf-8")
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["auto_map"] = {"AutoModelForCausalLM": f"modeling_monkeyjump.Routed{parent}"}
+    config["auto_map"] = {auto: f"modeling_monkeyjump.Routed{parent}"}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     about = (
         f"# {folder.name}\n\nThe model `{_short(base_name)}` with a routed adapter. Where monkeyjump is installed:\n\n"
-        '```python\nAutoModelForCausalLM.from_pretrained("path/to/this/folder", trust_remote_code=True)\n```'
+        f'```python\n{auto}.from_pretrained("path/to/this/folder", trust_remote_code=True)\n```'
     )
     (folder / "README.md").write_text(card(base_name, "transformers", about), encoding="utf-8")
 
