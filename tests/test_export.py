@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
@@ -20,7 +20,7 @@ from monkeyjump.evaluation.load import load_adapter
 from monkeyjump.export import constant_gates, mean_gates, save_lora, task_names, why_not_exact
 from monkeyjump.export.gates import mean_over_tasks
 from monkeyjump.export.lora import require_lora
-from tests.helpers import REORDERED, adapted, disturb, tiny_llama, token_ids
+from tests.helpers import REORDERED, VOCAB, adapted, disturb, tiny_llama, token_ids
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 FEED_FORWARDS = {"placement": "ffn", "shared_modules": None, "renormalize": True}
@@ -29,7 +29,7 @@ import sys
 sys.modules["monkeyjump"] = None  # an import of it now fails
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 base, adapter, ids, out = sys.argv[1:]
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
 with torch.no_grad():
@@ -81,6 +81,25 @@ def test_gates_that_no_token_changes_become_plain_lora(tmp_path: Path, changes: 
         ids = {"task_ids": torch.full((3,), number)} if task else {}
         torch.testing.assert_close(logits(as_peft(tmp_path / f"x{task}")), logits(model, **ids), **REORDERED)
     assert not torch.allclose(logits(model, **ids), logits(tiny_llama()), atol=1e-2)
+
+
+def test_names_that_find_more_than_was_adapted_become_paths(tmp_path: Path) -> None:
+    """GPT-2 has a c_proj in its attention and one in its feed-forward, and keeps its weights transposed."""
+
+    def gpt2() -> GPT2LMHeadModel:
+        torch.manual_seed(0)
+        shape: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).eval()
+
+    targets = {"target_modules": ["c_attn", "c_fc", "attn.c_proj"], "shared_modules": ["c_fc"]}
+    model = adapted(gpt2(), granularity="task", **targets)
+    save_lora(model, constant_gates(model, 1), tmp_path / "x", "about")
+    config = json.loads((tmp_path / "x" / "adapter_config.json").read_text())
+    assert "transformer.h.0.attn.c_proj" in config["target_modules"]
+    assert config["fan_in_fan_out"]
+    expected = logits(model, task_ids=torch.ones(3, dtype=torch.long))
+    loaded = PeftModel.from_pretrained(gpt2(), str(tmp_path / "x"))
+    torch.testing.assert_close(logits(loaded), expected, **REORDERED)
 
 
 def test_modules_that_are_saved_whole_come_along(tmp_path: Path) -> None:

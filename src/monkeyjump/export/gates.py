@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,40 +66,29 @@ def task_names(model: nn.Module, name: str = "default") -> dict[str, int]:
 @torch.no_grad()
 def constant_gates(model: nn.Module, task: int | None = None, name: str = "default") -> Gates:
     """The gates that an adapter has whatever the tokens are, for one task where tasks decide."""
-    config = _config(model, name)
-    found: Gates = {}
-    for path, layer in layers_of(model, name).items():
-        if name not in layer.routers:
-            found[path] = None
-            continue
-        router: Any = layer.routers[name][0]
+    config, ids = _config(model, name), torch.tensor([[task or 0]])
+
+    def gates(layer: MonkeyJumpLayer, router: Any, position: int) -> Tensor:
         if config.placement == "nested":
-            found[path] = layer.monkeyjump_router[name].gates()[task].detach()  # type: ignore[operator]
-            continue
-        ids = torch.tensor([[task or 0]])
+            return layer.monkeyjump_router[name].gates()[task].detach()  # type: ignore[operator]
         if config.placement == "projection":
-            found[path] = uniform_gates(ids, router.experts[name], config)[0, 0]
-            continue
-        experts = len(router.names[name])
-        wide = uniform_gates(ids, experts, config) if _constant(config) else task_gates(ids, experts, config)
-        found[path] = _own(layer, name, wide[0, 0])
-    return found
+            return uniform_gates(ids, router.experts[name], config)[0, 0]
+        decide = uniform_gates if _constant(config) else task_gates
+        return _own(router, name, position, decide(ids, len(router.names[name]), config)[0, 0])
+
+    return _of_layers(model, name, gates)
 
 
 def mean_gates(model: nn.Module, usage: ExpertUsage, name: str = "default") -> Gates:
     """The mean gate of every expert over the rows of a usage, in which every task counts the same."""
-    loads = usage.mean()
-    found: Gates = {}
-    for path, layer in layers_of(model, name).items():
-        if name not in layer.routers:
-            found[path] = None
-            continue
-        router, position = layer.routers[name]
-        config = router.configs[name]
+    config, loads = _config(model, name), usage.mean()
+
+    def gates(layer: MonkeyJumpLayer, router: Any, position: int) -> Tensor:
         key = router._key_of(name, position) if routes_alone(config) else router.key
         wide = torch.tensor(loads[key].mean_gate)
-        found[path] = wide if config.placement == "projection" else _own(layer, name, wide)
-    return found
+        return wide if config.placement == "projection" else _own(router, name, position, wide)
+
+    return _of_layers(model, name, gates)
 
 
 def mean_over_tasks(each: list[Gates]) -> Gates:
@@ -110,9 +100,13 @@ def mean_over_tasks(each: list[Gates]) -> Gates:
     }
 
 
-def _own(layer: MonkeyJumpLayer, name: str, wide: Tensor) -> Tensor:
+def _of_layers(model: nn.Module, name: str, gates: Callable[[MonkeyJumpLayer, Any, int], Tensor]) -> Gates:
+    layers = layers_of(model, name).items()
+    return {path: gates(layer, *layer.routers[name]) if name in layer.routers else None for path, layer in layers}
+
+
+def _own(router: Any, name: str, position: int, wide: Tensor) -> Tensor:
     """The gates of one projection among those of its block."""
-    router, position = layer.routers[name]
     number = router.gates_each(name)
     return wide.narrow(-1, position * number, number)
 
