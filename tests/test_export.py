@@ -91,7 +91,7 @@ def test_names_that_find_more_than_was_adapted_become_paths(tmp_path: Path) -> N
         shape: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
         return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).eval()
 
-    targets = {"target_modules": ["c_attn", "c_fc", "attn.c_proj"], "shared_modules": ["c_fc"]}
+    targets: dict[str, Any] = {"target_modules": ["c_attn", "c_fc", "attn.c_proj"], "shared_modules": ["c_fc"]}
     model = adapted(gpt2(), granularity="task", **targets)
     save_lora(model, constant_gates(model, 1), tmp_path / "x", "about")
     config = json.loads((tmp_path / "x" / "adapter_config.json").read_text())
