@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 INSTALL := $(BIN)/python -m pip install -q --no-compile
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # packages hold templates that are no Python
 
-.PHONY: quickstart test check lint types unit fast peft-suite clean
+.PHONY: quickstart test check lint types unit fast docs peft-suite clean
 
 quickstart: $(VENV)/.user
 	$(BIN)/monkeyjump train quickstart
@@ -36,6 +36,10 @@ unit: $(VENV)/.dev
 
 fast: $(VENV)/.dev
 	$(PYTEST) -m "not slow"
+
+# the documentation as a site, in build/docs; what Sphinx warns of is an error
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 # PEFT's own tests on our methods, a quarter of an hour on two cores; a part: make peft-suite METHODS=mjlora,lora FILES=decoder ARGS=-x
 peft-suite: ARGS ?= -n 2

@@ -46,13 +46,15 @@ class Rows:
         return any(len(each) > each.prompt_length + 1 for each in self.sequences)
 
 
-def rows_of_tasks(encoder: Encoder, tasks: Sequence[Task], count: int, data: str | None, seed: int) -> dict[str, Rows]:
-    """Up to `count` test rows of each task that has some."""
+def rows_of_tasks(
+    encoder: Encoder, tasks: Sequence[Task], count: int, data: str | None, seed: int, split: str = "test"
+) -> dict[str, Rows]:
+    """Up to `count` rows of each task that has some."""
     collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
     return {
-        task.name: Rows(encoder.encode_all(load_examples(task, "test", data, limit=count, seed=seed)), collate)
+        task.name: Rows(encoder.encode_all(load_examples(task, split, data, limit=count, seed=seed)), collate)
         for task in tasks
-        if "test" not in task.absent
+        if split not in task.absent
     }
 
 

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="MODEL", help="base model, where the adapter does not say")
     parser.add_argument("--base-only", action="store_true", help="score a plain model by its name")
     parser.add_argument("--batch-tokens", type=int, metavar="N", help="padded tokens of one forward")
-    parser.add_argument("--harness", action="store_true", help="run lm-evaluation-harness tasks instead of ours")
+    parser.add_argument(
+        "--harness", action="store_true", help="--tasks are those of lm-evaluation-harness, or YAML files in its format"
+    )
     parser.add_argument("--output", metavar="STEM", help="write STEM.json, .csv, .html (default: beside the adapter)")
 
 

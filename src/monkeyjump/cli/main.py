@@ -22,6 +22,7 @@ VERBS = {
     "forecast": "say before training whether tasks oppose each other",
     "study": "map where routing helps, over tasks whose conflict is a dial",
     "tune": "search settings of a recipe by validation",
+    "export": "write an adapter for programs that do not know this package",
     "bench": "measure speed and memory",
     "tasks": "list the tasks and the state of their data",
     "methods": "list the methods and what they cost on a model",
@@ -32,8 +33,8 @@ VERBS = {
 EPILOG = "Start with `monkeyjump train quickstart`. `monkeyjump VERB --help` says more about each."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command; `run` among them is what carries it out. A mistake ends the program, with the usage."""
     parser = argparse.ArgumentParser(
         prog="monkeyjump", description="Routed parameter-efficient fine-tuning.", epilog=EPILOG
     )
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "overrides" in options:
         folder = [f"data.folder={options.data}"] if getattr(options, "data", None) else []
         options.overrides = [*options.overrides, *settings, *folder]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(list(sys.argv[1:] if argv is None else argv))
     for name in ("torchao", "torch.utils._pytree"):  # what they say on import is about builds of torchao, not to users
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.formatwarning = _format_warning
