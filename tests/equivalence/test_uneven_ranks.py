@@ -155,7 +155,9 @@ def worker(rank: int, port: int, folder: str, world: int) -> None:
     dist.all_reduce = counted
     for case in CASES:
         inner = build(case)
-        results[case] = train(DistributedDataParallel(inner), inner, case, range(rank, rank + 1), world)
+        # broadcasts of rank 0's buffers would hide centres that differ
+        wrapped = DistributedDataParallel(inner, broadcast_buffers=False)
+        results[case] = train(wrapped, inner, case, range(rank, rank + 1), world)
         results[case]["reduced"] = reduced.copy()
         reduced.clear()
     for method in mj.methods.names() if world == 2 else ():

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.version import Version
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.training.recipe import load_recipe
@@ -76,6 +78,10 @@ def test_two_ranks_train_as_one_process_does(recipe: Path, two: Path) -> None:
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 4), (4, 1)])
 def test_a_checkpoint_of_two_ranks_goes_on_on_others(recipe: Path, two: Path, world: int, accumulation: int) -> None:
     """The same batches make a step of 2 ranks x 2, 1 x 4 and 4 x 1, so the weights of all are the same."""
+    if world > 1 and Version(torch.__version__) < Version("2.13"):
+        pytest.skip(
+            "older versions of torch load no optimiser onto cpu:0, where Transformers wants it on several ranks"
+        )
     folder = recipe.parent / f"on-{world}"
     shutil.copytree(two / "resumed", folder)
     shutil.rmtree(folder / "checkpoints" / "checkpoint-4")
