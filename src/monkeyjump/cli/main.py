@@ -18,6 +18,8 @@ VERBS = {
     "compare": "train several methods over several seeds and print the table",
     "inspect": "draw what an adapter routes where, or two beside each other",
     "explore": "open a page that shows where the tokens of a prompt go",
+    "generate": "answer a prompt, or a file of prompts, with an adapter",
+    "chat": "talk with an adapter on the terminal",
     "ablate": "run the studies of the paper: one thing varied, everything else the same",
     "forecast": "say before training whether tasks oppose each other",
     "study": "map where routing helps, over tasks whose conflict is a dial",
