@@ -14,6 +14,8 @@ from monkeyjump.serving.answers import Answerer, load
 from tests.helpers import disturb, mj_config, tiny_llama, wrap
 from tests.tasks.conftest import TEMPLATE
 
+LONGEST = 8192  # tokens that the model reads: to write so many takes it half a minute
+
 
 def letters() -> PreTrainedTokenizerFast:
     """A token for each printable byte and none for others: whatever the model writes is whole text."""
@@ -29,7 +31,8 @@ def letters() -> PreTrainedTokenizerFast:
 def save_model(folder: Path) -> Path:
     tokenizer = letters()
     size = max(tokenizer.get_vocab().values()) + 1
-    model: Any = tiny_llama(2, vocab_size=size, max_position_embeddings=512, pad_token_id=tokenizer.pad_token_id)
+    model: Any = tiny_llama(2, vocab_size=size, max_position_embeddings=LONGEST, pad_token_id=tokenizer.pad_token_id)
+    model.lm_head.weight.data[tokenizer.eos_token_id] = 0  # it never ends by itself
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

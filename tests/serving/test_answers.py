@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_file_is_told_at_once(
     said = capsys.readouterr().err
     for number in range(1, 6):
         assert f"line {number}" in said
-    long, good = {"prompt": "a" * 600}, {"prompt": "a"}
+    long, good = {"prompt": "a" * 9000}, {"prompt": "a"}
     picture = {"prompt": "a", "image": "x.png"}
     source.write_text("\n".join(map(json.dumps, [good, long, picture])))
     assert main([*words, str(source)]) == 2
@@ -190,9 +190,9 @@ def _answers(text: str, answerer: Answerer) -> list[str]:
 def test_a_conversation_through_pipes(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n" + "a" * 600 + "\nHello\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n" + "a" * 9000 + "\nHello\n"))
     assert main(["chat", str(folders[1]), "--max-tokens", "12"]) == 0  # the end of the pipe ends it
     out = capsys.readouterr().out
     assert f"[second] {plain(folders[1], 'Hello')}\n" in out
-    assert "at most 512 can be read" in out  # what cannot be read does not end it
+    assert "at most 8,192 can be read" in out  # what cannot be read does not end it
     assert out.count("[second]") == 3

@@ -20,6 +20,7 @@ VERBS = {
     "explore": "open a page that shows where the tokens of a prompt go",
     "generate": "answer a prompt, or a file of prompts, with an adapter",
     "chat": "talk with an adapter on the terminal",
+    "serve": "answer requests of OpenAI's clients with adapters",
     "ablate": "run the studies of the paper: one thing varied, everything else the same",
     "forecast": "say before training whether tasks oppose each other",
     "study": "map where routing helps, over tasks whose conflict is a dial",
