@@ -13,7 +13,7 @@ from tests.methods.common import config_of, spread
 
 LENGTHS = (4, 9, 30, 7, 3, 17, 12, 5)
 # few tokens at once: prompts are read in parts, beside others that are already being answered
-SMALL = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 24}
+SMALL: dict[str, Any] = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 24}
 HOW = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=100, pad_token_id=0)
 
 

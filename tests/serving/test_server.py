@@ -25,7 +25,14 @@ from tests.serving.conftest import LONGEST
 from tests.serving.test_answers import PROMPTS, plain
 
 openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
+
+from monkeyjump.serving.answers import load  # noqa: E402 - these import them
+from monkeyjump.serving.completions import Limits  # noqa: E402
+from monkeyjump.serving.http import bound  # noqa: E402
+from monkeyjump.serving.server import Api, application  # noqa: E402
+
 KEY = "a-key-of-tests"
 START, WAIT = 120, 30  # seconds within which a server is there, and answers
 
@@ -248,6 +255,50 @@ def test_above_the_limit_clients_are_sent_away_and_a_stop_is_graceful(folders: l
         assert small.process.stderr.read().count("Traceback") == 0
         with pytest.raises(openai.APIConnectionError):
             ask(client, "first", "Go")
+
+
+@contextmanager
+def in_a_thread(api: Api) -> Iterator[Any]:
+    """A server in this process."""
+    with bound("127.0.0.1", 0) as listening:
+        server = uvicorn.Server(uvicorn.Config(application(api), log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield SimpleNamespace(port=listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+
+def test_continuous_batching(folders: list[Path]) -> None:
+    """Eight at once, in one batch: each gets what it would get alone."""
+    with in_a_thread(Api(load(folders[:1]), Limits(answer=4000), together="first")) as together:
+        url = f"http://127.0.0.1:{together.port}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT)
+        assert [model.id for model in client.models.list().data] == ["first"]
+        with ThreadPoolExecutor(8) as pool:
+            texts = PROMPTS * 2
+            found = list(pool.map(lambda text: ask(client, "first", text).choices[0].message.content, texts))
+        assert found == [plain(folders[0], text) for text in texts]
+        parts = [chunk.choices[0].delta.content or "" for chunk in ask(client, "first", PROMPTS[0], stream=True)]
+        assert "".join(parts) == found[0]
+        with pytest.raises(openai.BadRequestError, match="'temperature' is not served with continuous batching"):
+            ask(client, "first", "Go", temperature=1.0)
+        connection = http.client.HTTPConnection("127.0.0.1", together.port, timeout=WAIT)
+        connection.request("POST", "/v1/chat/completions", json.dumps({**MESSAGE, "max_tokens": 4000}))
+        _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 1)
+        connection.close()
+        _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 0)
+
+
+def test_what_cannot_be_batched_is_not_served(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--continuous-batching", "--port", "0"]
+    assert main(["serve", str(folders[1]), *words]) == 2
+    assert "granularity='sequence'" in capsys.readouterr().err
+    assert main(["serve", *map(str, folders), *words]) == 2
+    assert "one adapter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from monkeyjump.errors import require
+from monkeyjump.errors import ConfigError, require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="of an answer (default: 1024)")
     parser.add_argument("--concurrent", type=int, default=64, metavar="N", help="requests at once (default: 64)")
+    parser.add_argument(
+        "--continuous-batching", action="store_true", help="one token-routed adapter, its requests in one batch"
+    )
     parser.add_argument("--base", metavar="MODEL", help="base model, where the adapters do not say")
 
 
@@ -34,6 +37,13 @@ def run(options: argparse.Namespace) -> int:
     check_token("--api-key", key)
     check_key(options.host, key)
     limits = Limits(options.max_prompt, options.max_tokens, options.concurrent)
+    if options.continuous_batching and len(options.adapters) > 1:
+        raise ConfigError(
+            f"--continuous-batching serves one adapter, not {len(options.adapters)}: start a server for each.",
+            title="adapters cannot be served",
+        )
     with bound(options.host, options.port) as listening:
-        serve(Api(load(options.adapters, options.base), limits), listening, options.host, key)
+        answerer = load(options.adapters, options.base)
+        together = answerer.names[0] if options.continuous_batching else None
+        serve(Api(answerer, limits, together), listening, options.host, key)
     return 0

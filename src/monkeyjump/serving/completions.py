@@ -18,16 +18,19 @@ from typing import Any, Literal
 import torch
 from jinja2 import TemplateError
 from pydantic import ConfigDict, Field
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
 
 from monkeyjump.checked import Number, Section
+from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.serving.answers import Answerer, Sampling
+from monkeyjump.tuner.block_list import by_row
 
 log = logging.getLogger(__name__)
+CPU_TOKENS = 65_536  # of all requests together, for which continuous batching keeps keys and values on a CPU
 
 
 class TextPart(Section):
@@ -182,6 +185,52 @@ class OneThread(GenerationState):
         super().shutdown()
         for manager in self._generate_managers.values():
             manager.submit(lambda: None).result(timeout=5)
+
+
+class RaggedBatch(OneThread):
+    """Continuous batching for one name. Its thread knows no calls of ours, so the model is switched once and stays."""
+
+    def __init__(self, answerer: Answerer, name: str, config: ContinuousBatchingConfig | None = None) -> None:
+        if config is None and answerer.device.type == "cpu":  # else Transformers would take most of the memory
+            tokens = max(CPU_TOKENS, answerer.prompts.limit)
+            config = ContinuousBatchingConfig(page_size=64, num_blocks=-(-tokens // 64), max_batch_tokens=1024)
+        super().__init__(continuous_batching=True, cb_config=config)
+        peft_name, model, base = answerer.peft_name(name), answerer.model, answerer.model.get_base_model()
+        adapter = model.peft_config.get(peft_name)
+        if reason := by_row(adapter) if isinstance(adapter, MonkeyJumpConfig) else None:
+            raise ConfigError(
+                f"adapter {name!r} decides for whole prompts ({reason}), and continuous batching mixes the tokens of "
+                "many: serve it without --continuous-batching.",
+                title="adapter cannot be served",
+            )
+        if not hasattr(base, "init_continuous_batching"):
+            raise ConfigError(
+                f"{type(base).__name__} knows no continuous batching: leave --continuous-batching out.",
+                title="model cannot be served",
+            )
+        if adapter is None:
+            model.base_model.disable_adapter_layers()
+        else:
+            model.set_adapter(peft_name)
+        settings = answerer.settings(Sampling(), answerer.prompts.limit)
+        settings.use_cache = False
+        manager: Any = self.get_manager("", use_cb=True)
+        manager.init_cb(base, settings)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that nobody waits for."""
+        if self._cb_manager is not None and self._cb_manager._cb is not None:
+            self._cb_manager._cb.cancel_request(request_id)
+
+
+def unserved_together(asked: ChatRequest) -> list[str]:
+    """What Transformers' continuous batching does not do for single requests."""
+    given = {"temperature": asked.temperature, "top_p": asked.top_p, "stop": asked.stop}
+    return [
+        f"{key!r} is not served with continuous batching, where all requests take the most likely tokens. Leave it out."
+        for key, value in given.items()
+        if value
+    ]
 
 
 class Completion(ChatCompletionHandler):

@@ -20,13 +20,24 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from transformers import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
 from monkeyjump.checked import validated
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.serving.answers import Answerer
-from monkeyjump.serving.completions import ChatRequest, Completion, Counts, Limits, OneThread, Stop, unserved
+from monkeyjump.serving.completions import (
+    ChatRequest,
+    Completion,
+    Counts,
+    Limits,
+    OneThread,
+    RaggedBatch,
+    Stop,
+    unserved,
+    unserved_together,
+)
 from monkeyjump.serving.http import Guard, address, is_loopback, json_of
 
 log = logging.getLogger(__name__)
@@ -45,9 +56,15 @@ class UnknownModelError(HTTPException):
 
 
 class Api:
-    """What can be asked of the server."""
+    """What can be asked of the server. `together`: one name, whose requests are one ragged batch."""
 
-    def __init__(self, answerer: Answerer, limits: Limits, state: OneThread | None = None) -> None:
+    def __init__(
+        self,
+        answerer: Answerer,
+        limits: Limits,
+        together: str | None = None,
+        batching: ContinuousBatchingConfig | None = None,
+    ) -> None:
         if answerer.prompts.pictures is not None:
             raise ConfigError(
                 f"{answerer.base_name!r} reads pictures, and the server takes text alone: ask about pictures with "
@@ -55,24 +72,33 @@ class Api:
                 title="model cannot be served",
             )
         self.answerer, self.limits, self.counts = answerer, limits, Counts()
-        self.state, self.closing, self.started = state or OneThread(), threading.Event(), int(time.time())
+        self.closing, self.started = threading.Event(), int(time.time())
+        self.names = answerer.names if together is None else [together]
+        self.state = OneThread() if together is None else RaggedBatch(answerer, together, batching)
 
     async def chat(self, request: Request) -> Response:
         content = await json_of(request)
         if problems := unserved(content):
             raise ConfigError(problems, title="request")
         asked = validated(ChatRequest, content, "request")
-        if asked.model not in self.answerer.names:
-            raise UnknownModelError(asked.model, self.answerer.names)
-        gone = threading.Event()
+        if asked.model not in self.names:
+            raise UnknownModelError(asked.model, self.names)
+        ragged = self.state if isinstance(self.state, RaggedBatch) else None
+        if ragged is not None and (problems := unserved_together(asked)):
+            raise ConfigError(problems, title="request")
+        gone, request_id = threading.Event(), f"chatcmpl-{uuid.uuid4().hex}"
         stop = Stop(gone, self.closing)
         completion = Completion(self.answerer, self.state, self.limits, self.counts, asked, stop)
-        answer = asyncio.ensure_future(completion.answer(f"chatcmpl-{uuid.uuid4().hex}"))
+        answer = asyncio.ensure_future(completion.answer(request_id))
         try:
             while not answer.done():
                 await asyncio.wait({answer}, timeout=0.2)
                 if not gone.is_set() and await request.is_disconnected():
                     gone.set()
+                    if ragged is not None:
+                        ragged.cancel(request_id)
+                        answer.cancel()  # its result will never come
+                        return refusal(499, "The client has gone.")
         except asyncio.CancelledError:  # the server is stopped and waits no longer
             gone.set()
             raise
@@ -80,8 +106,7 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         data = [
-            {"id": name, "object": "model", "created": self.started, "owned_by": "monkeyjump"}
-            for name in self.answerer.names
+            {"id": name, "object": "model", "created": self.started, "owned_by": "monkeyjump"} for name in self.names
         ]
         return JSONResponse({"object": "list", "data": data})
 
@@ -174,7 +199,7 @@ def check_key(host: str, key: str | None) -> None:
 def serve(api: Api, listening: socket.socket, host: str, key: str | None) -> None:
     """Answer until SIGINT or SIGTERM; requests that run have some seconds to end."""
     transformers_logging.set_verbosity_error()  # it would tell of every request
-    names = ", ".join(api.answerer.names)
+    names = ", ".join(api.names)
     print(f"serving     {names}\nat          {address(host, listening)}v1\nstop it with Ctrl-C", flush=True)
     config = uvicorn.Config(
         application(api, host, key), log_level="warning", server_header=False, timeout_graceful_shutdown=GRACE

@@ -224,10 +224,10 @@ def _decides_for_rows(config: MonkeyJumpConfig, call: ModelCall) -> bool:
 def _refuse_ragged_rows(active: dict[str, MonkeyJumpConfig]) -> None:
     """Continuous batching puts parts of many sequences into one row: nothing can be decided for that row."""
     for name, config in active.items():
-        if by_row(config):
+        if reason := by_row(config):
             raise ConfigError(
-                f"adapter {name!r} decides for whole rows ({by_row(config)}), but continuous batching puts the tokens of "
-                "many sequences into one: use generate, or an adapter with granularity='token'."
+                f"adapter {name!r} decides for whole rows ({reason}), but continuous batching puts the tokens of many "
+                "sequences into one: use generate, or an adapter with granularity='token'."
             )
 
 
@@ -235,7 +235,7 @@ def by_row(config: MonkeyJumpConfig) -> str | None:
     """The setting by which an adapter decides once for a whole row of a batch, if it does."""
     if config.placement == "nested":
         return "placement='nested'"
-    if config.uses_centers and config.granularity == "sequence" or config.granularity == "task":
+    if (config.uses_centers and config.granularity == "sequence") or config.granularity == "task":
         return f"granularity={config.granularity!r}"
     return "router='shuffled'" if config.router == "shuffled" else None
 
