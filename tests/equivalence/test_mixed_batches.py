@@ -218,3 +218,23 @@ def test_a_single_adapter_of_peft_is_of_one_kind() -> None:
 
     with pytest.raises(ValueError, match="different"):
         adapted().add_adapter("lora", LoraConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one adapter share passes over their input, though another adapter is active; mixed rows do not."""
+    pytest.importorskip("triton")
+    from monkeyjump.ops.dispatch import implementation
+    from tests.tuner.sharing_models import DEVICE, spied_passes
+
+    model = pair(*PAIRS["token"]).to(DEVICE)
+    inputs = {name: tensor.to(DEVICE) for name, tensor in batch().items()}
+    for names in (["a"] * 4, ROWS):
+        expected = model(**inputs, adapter_names=names).logits
+        with monkeypatch.context() as patch, implementation("triton"):
+            passes = spied_passes(patch)
+            found = model(**inputs, adapter_names=names).logits
+        real = inputs["attention_mask"].bool()
+        torch.testing.assert_close(found[real], expected[real], **REORDERED)
+        assert passes == ([3, 1, 1] * 2 if names != ROWS else [1] * 20)  # two adapters on ten projections
