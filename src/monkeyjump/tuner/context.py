@@ -217,7 +217,8 @@ class RoutingContext:
 def _check_rows(rows: RowAdapters, args: tuple, kwargs: dict[str, Any]) -> None:
     """Compare the adapters of the rows with the rows that the model, or `generate`, was called with."""
     named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "inputs", "input_features"))
-    tensor = next((given for given in (*args[:1], *named) if isinstance(given, Tensor)), None)
+    given = (*args[:1], *named, *kwargs.values())
+    tensor = next((value for value in given if isinstance(value, Tensor) and value.dim()), None)
     if tensor is not None:
         rows.check_rows(tensor.shape[0])
 

@@ -40,8 +40,9 @@ class RowAdapters:
         """Refuse a batch of another number of rows."""
         if rows != len(self.names):
             raise ConfigError(
-                f"adapter_names has {len(self.names)} names for a batch of {rows} rows: give one per row of the input, "
-                "before beams or returned sequences multiply them."
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(self.names)} and {rows} respectively: give one per row of the input, before beams or returned "
+                "sequences multiply them."
             )
 
     def positions(self, name: str, x: Tensor) -> Tensor:
@@ -74,22 +75,24 @@ class RowAdapters:
 
 
 def check(model: nn.Module, adapter_names: Any, language: str | None) -> RowAdapters:
-    """The adapters of the rows, if this model can mix them now; every problem at once if not."""
+    """The adapters of the rows, if this model can mix them now; every problem at once if not, in PEFT's words first."""
     if not isinstance(adapter_names, list | tuple) or not all(isinstance(name, str) for name in adapter_names):
         raise ConfigError(f"adapter_names={adapter_names!r} must be a list of adapter names, one per row of the batch.")
     layers = [module for module in model.modules() if isinstance(module, MonkeyJumpLayer)]
     known = {name for layer in layers for name in layer.monkeyjump_adapter}
     rows, problems = RowAdapters(adapter_names), []
     if model.training:
-        problems.append("adapter_names is for inference, but the model is in training mode: call model.eval() first.")
-    problems += [
-        f"adapter_names names {name!r}, which this model does not have.{did_you_mean(name, sorted(known))} It has "
-        f"{', '.join(sorted(known))}, and {BASE!r} for a row without an adapter."
-        for name in rows.used
-        if name not in known
-    ]
+        problems.append("Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first.")
+    unknown = [name for name in rows.used if name not in known]
+    if unknown:
+        problems.append(
+            f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}."
+            f"{did_you_mean(unknown[0], sorted(known))} There are {', '.join(sorted(known))}, and {BASE!r} for a row without an adapter."
+        )
     if any(layer.merged for layer in layers):
-        problems.append("adapters are merged into the base, for all rows: call model.unmerge_adapter() first.")
+        problems.append(
+            "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+        )
     if rows.mixed:
         problems += _unmixable(rows, layers, language)
     if problems:
