@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 from PIL import Image
 
 import monkeyjump as mj
@@ -143,6 +144,19 @@ def test_a_task_routed_adapter_asks_for_its_task(base: Path, tmp_path: Path) -> 
     ids = found.inputs([asked("Hello", task="two")], "tasked")
     assert ids["task_ids"].tolist() == [1]
     assert found.answers([asked("Hello")], found.base_name, HOW) == [plain(folder, "Hello", base=True)]
+
+
+def test_lora_of_peft_itself(base: Path, tmp_path: Path) -> None:
+    lora = get_peft_model(load_model(str(base))[0], LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    lora.save_pretrained(str(tmp_path / "lora"))
+    found = load([tmp_path / "lora"])
+    for name in found.names:
+        expected = plain(tmp_path / "lora", "Hello", base=name == found.base_name)
+        assert found.answers([asked("Hello")], name, HOW) == [expected]
+    ia3 = get_peft_model(load_model(str(base))[0], IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    ia3.save_pretrained(str(tmp_path / "ia3"))
+    with pytest.raises(mj.ConfigError, match="kind IA3"):
+        load([tmp_path / "ia3"])
 
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

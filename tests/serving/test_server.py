@@ -204,6 +204,8 @@ MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": "Go"}], "mod
         ({**MESSAGE, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "type"),
         ({**MESSAGE, "max_tokens": 0}, 400, "max_tokens"),
         ({**MESSAGE, "temperature": -1}, 400, "temperature"),
+        ({**MESSAGE, "stop": [""]}, 400, "stop"),
+        ({**MESSAGE, "task": "opinion", "seed": -1}, 400, "seed"),
         ({**MESSAGE, "n": 2, "logprobs": True}, 400, "'logprobs' is not served"),
         ({**MESSAGE, "generation_config": "{}"}, 400, "'generation_config' is not served"),
         ({**MESSAGE, "messages": [{"role": "user", "content": "a" * 5000}]}, 400, "at most 4,000"),

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jinja2 import TemplateError
@@ -31,6 +31,9 @@ from monkeyjump.tuner.block_list import by_row
 
 log = logging.getLogger(__name__)
 CPU_TOKENS = 65_536  # of all requests together, for which continuous batching keeps keys and values on a CPU
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class TextPart(Section):
@@ -58,7 +61,7 @@ class ChatRequest(Section):
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: Number | None = Field(None, ge=0, le=10)
     top_p: Number | None = Field(None, gt=0, le=1)
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     stream: bool | None = None
     task: str | None = None  # ours: for adapters that route by task

@@ -85,9 +85,10 @@ def check(model: nn.Module, adapter_names: Any, language: str | None) -> RowAdap
         problems.append("Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first.")
     unknown = [name for name in rows.used if name not in known]
     if unknown:
+        hint = did_you_mean(unknown[0], sorted(known))
         problems.append(
-            f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}."
-            f"{did_you_mean(unknown[0], sorted(known))} There are {', '.join(sorted(known))}, and {BASE!r} for a row without an adapter."
+            f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}.{hint} There are "
+            f"{', '.join(sorted(known))}, and {BASE!r} for a row without an adapter."
         )
     if any(layer.merged for layer in layers):
         problems.append(
