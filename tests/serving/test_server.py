@@ -31,7 +31,7 @@ pytest.importorskip("fastapi")
 from monkeyjump.serving.answers import load  # noqa: E402 - these import them
 from monkeyjump.serving.completions import Limits  # noqa: E402
 from monkeyjump.serving.http import bound  # noqa: E402
-from monkeyjump.serving.server import Api, application  # noqa: E402
+from monkeyjump.serving.server import Api, Server, application  # noqa: E402
 
 KEY = "a-key-of-tests"
 START, WAIT = 120, 30  # seconds within which a server is there, and answers
@@ -263,11 +263,12 @@ def test_above_the_limit_clients_are_sent_away_and_a_stop_is_graceful(folders: l
 def in_a_thread(api: Api) -> Iterator[Any]:
     """A server in this process."""
     with bound("127.0.0.1", 0) as listening:
-        server = uvicorn.Server(uvicorn.Config(application(api), log_level="warning", timeout_graceful_shutdown=1))
+        config = uvicorn.Config(application(api), log_level="warning", timeout_graceful_shutdown=WAIT)
+        server = Server(config, api)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            yield SimpleNamespace(port=listening.getsockname()[1])
+            yield SimpleNamespace(port=listening.getsockname()[1], server=server)
         finally:
             server.should_exit = True
             thread.join(WAIT)
@@ -293,6 +294,27 @@ def test_continuous_batching(folders: list[Path]) -> None:
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 1)
         connection.close()
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 0)
+
+
+@pytest.mark.parametrize("together", [None, "first"])
+def test_what_does_not_end_in_time_is_ended(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, together: str | None
+) -> None:
+    monkeypatch.setattr("monkeyjump.serving.server.GRACE", 0.5)
+    with in_a_thread(Api(load(folders[:1]), Limits(answer=LONGEST), together)) as small:
+        url = f"http://127.0.0.1:{small.port}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=2 * WAIT)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, client, "first", "Go", LONGEST)
+            _until(lambda: metric(small, "monkeyjump_requests_in_flight") == 1)
+            small.server.should_exit = True
+            if together is None:
+                found = answer.result(WAIT)
+                assert found.choices[0].finish_reason == "length"
+                assert found.usage.completion_tokens < LONGEST / 2
+            else:
+                with pytest.raises(openai.InternalServerError, match="being stopped"):
+                    answer.result(WAIT)
 
 
 def test_what_cannot_be_batched_is_not_served(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

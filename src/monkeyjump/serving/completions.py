@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -144,9 +145,11 @@ class Stop(StoppingCriteria):
     def __init__(self, *events: threading.Event) -> None:
         self.events = events
 
+    def ended(self) -> bool:
+        return any(event.is_set() for event in self.events)
+
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        ended = any(event.is_set() for event in self.events)
-        return torch.full((input_ids.shape[0],), ended, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+        return torch.full((input_ids.shape[0],), self.ended(), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
 
 class ModelOfRequest:
@@ -183,9 +186,11 @@ class OneThread(GenerationState):
     def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
         return super().get_manager("", use_cb)
 
+    def end(self) -> None:
+        """End what runs. Requests on the thread look for that themselves, between two tokens."""
+
     def shutdown(self) -> None:
         """Wait for the thread to come to its end: a process that ends under it may crash."""
-        super().shutdown()
         for manager in self._generate_managers.values():
             manager.submit(lambda: None).result(timeout=5)
 
@@ -219,11 +224,20 @@ class RaggedBatch(OneThread):
         settings.use_cache = False
         manager: Any = self.get_manager("", use_cb=True)
         manager.init_cb(base, settings)
+        self.batches, self.ended = manager._cb, False
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.batches.stop(block=False, hard_stop=True)
+
+    def shutdown(self) -> None:
+        self.end()
+        self.batches.join(time.perf_counter(), 5)
 
     def cancel(self, request_id: str) -> None:
         """End a request that nobody waits for."""
-        if self._cb_manager is not None and self._cb_manager._cb is not None:
-            self._cb_manager._cb.cancel_request(request_id)
+        self.batches.cancel_request(request_id)
 
 
 def unserved_together(asked: ChatRequest) -> list[str]:
@@ -299,15 +313,19 @@ class Completion(ChatCompletionHandler):
         return await super()._non_streaming(request_id, model, processor, model_id, inputs, *args, **kw)
 
     def _build_completion(self, *args: Any, **kwargs: Any) -> dict:
-        self._count(kwargs.get("usage"))
-        return super()._build_completion(*args, **kwargs)
+        return super()._build_completion(*args, **self._ended(kwargs))
 
     def _build_chunk_sse(self, *args: Any, **kwargs: Any) -> str:
-        self._count(kwargs.get("usage"))
-        chunk = super()._build_chunk_sse(*args, **kwargs)
+        chunk = super()._build_chunk_sse(*args, **self._ended(kwargs))
         return chunk if kwargs.get("finish_reason") is None else f"{chunk}data: [DONE]\n\n"
 
-    def _count(self, usage: Any) -> None:
-        if usage is not None:
-            self.counts.prompt_tokens[self.asked.model] += usage.prompt_tokens
-            self.counts.generated_tokens[self.asked.model] += usage.completion_tokens
+    def _ended(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Count the tokens of an answer that has ended. One that was cut off, as the server is stopped, says so."""
+        usage = given.get("usage")
+        if usage is None:
+            return given
+        if given.get("finish_reason") == "stop" and self.stop.ended():
+            given = {**given, "finish_reason": "length"}
+        self.counts.prompt_tokens[self.asked.model] += usage.prompt_tokens
+        self.counts.generated_tokens[self.asked.model] += usage.completion_tokens
+        return given

@@ -99,10 +99,14 @@ class Api:
                         ragged.cancel(request_id)
                         answer.cancel()  # its result will never come
                         return refusal(499, "The client has gone.")
+            return await answer
         except asyncio.CancelledError:  # the server is stopped and waits no longer
             gone.set()
             raise
-        return await answer
+        except RuntimeError as error:
+            if self.closing.is_set():
+                raise HTTPException(503, "The server is being stopped.") from error
+            raise
 
     async def models(self, request: Request) -> Response:
         data = [
@@ -116,6 +120,11 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.counts.text())
+
+    def close(self) -> None:
+        """End every request that runs."""
+        self.closing.set()
+        self.state.end()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -187,6 +196,21 @@ def application(api: Api, host: str = "127.0.0.1", key: str | None = None) -> St
     )
 
 
+class Server(uvicorn.Server):
+    """Ends the requests that still run some seconds after it was stopped, before uvicorn would tear them down."""
+
+    def __init__(self, config: uvicorn.Config, api: Api) -> None:
+        super().__init__(config)
+        self.api = api
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(GRACE, self.api.close)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
 def check_key(host: str, key: str | None) -> None:
     """Whoever reaches the machine could ask, so a server that others reach has a key."""
     if key is None and not is_loopback(host):
@@ -202,11 +226,11 @@ def serve(api: Api, listening: socket.socket, host: str, key: str | None) -> Non
     names = ", ".join(api.names)
     print(f"serving     {names}\nat          {address(host, listening)}v1\nstop it with Ctrl-C", flush=True)
     config = uvicorn.Config(
-        application(api, host, key), log_level="warning", server_header=False, timeout_graceful_shutdown=GRACE
+        application(api, host, key), log_level="warning", server_header=False, timeout_graceful_shutdown=GRACE + 5
     )
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again when it has ended
     try:
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listening])
+            Server(config, api).run(sockets=[listening])
     finally:
         signal.signal(signal.SIGTERM, before)
