@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 
 import monkeyjump as mj
 from tests.contract.common import anatomy
-from tests.helpers import PAD, REORDERED, adapted, disturb, mj_config, padded, tiny_llama, token_ids, wrap
+from tests.helpers import PAD, REORDERED, adapted, disturb, mj_config, padded, tiny_llama, token_ids
 from tests.methods.common import config_of, spread
 
 BASE = "__base__"
@@ -33,10 +33,9 @@ PAIRS: dict[str, tuple[mj.MonkeyJumpConfig, mj.MonkeyJumpConfig]] = {
 
 
 def pair(*configs: mj.MonkeyJumpConfig) -> PeftModel:
-    model = wrap(tiny_llama(2), configs[0])
+    model = get_peft_model(tiny_llama(2), configs[0], "a")
+    assert isinstance(model, PeftModel)
     model.add_adapter("b", configs[1])
-    model.add_adapter("a", configs[0])
-    model.delete_adapter("default")
     model.set_adapter("b")
     disturb(model)
     spread(model)
@@ -217,7 +216,7 @@ def test_a_single_adapter_of_peft_is_of_one_kind() -> None:
     from peft import LoraConfig
 
     with pytest.raises(ValueError, match="different"):
-        adapted().add_adapter("lora", LoraConfig(target_modules=["q_proj"]))
+        adapted().add_adapter("other", LoraConfig(target_modules=["q_proj"]))
 
 
 @pytest.mark.slow

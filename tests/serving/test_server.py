@@ -41,32 +41,27 @@ START, WAIT = 120, 30  # seconds within which a server is there, and answers
 def served(*words: str, **environment: str) -> Iterator[Any]:
     """A server in a process of its own, on a port that is free."""
     command = [sys.executable, "-m", "monkeyjump", "serve", *words, "--port", "0"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
-    watch = threading.Timer(START, process.kill)
-    watch.start()
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("stop it"):
-            break
-    watch.cancel()
-    found = re.search(r"http://[^:]+:(\d+)/v1", "".join(lines))
-    try:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **environment}, **pipes) as process:
+        watch = threading.Timer(START, process.kill)
+        watch.start()
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if line.startswith("stop it"):
+                break
+        watch.cancel()
+        found = re.search(r"http://[^:]+:(\d+)/v1", said)
         if found is None:
             process.kill()
             pytest.fail(f"no server: {process.communicate()[1][-2000:]}")
-        yield SimpleNamespace(port=int(found[1]), process=process, said="".join(lines))
-    finally:
-        if process.poll() is None:
+        try:
+            yield SimpleNamespace(port=int(found[1]), process=process)
             process.send_signal(signal.SIGINT)
-            try:
-                assert process.wait(WAIT) == 0
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()  # does nothing to one that has ended
 
 
 @pytest.fixture(scope="module")

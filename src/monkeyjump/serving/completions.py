@@ -3,98 +3,29 @@
 Transformers makes prompts, runs `generate` on a thread of its own, streams, and builds what OpenAI's clients expect.
 This module says which adapter a request runs with and what a request may ask for.
 
-All requests take turns on one thread, and each names its adapter in its call: none can meet the adapter of another.
-With continuous batching the requests of one adapter are one ragged batch instead.
+Each request names its adapter in its call: none can meet the adapter of another.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from pydantic import ConfigDict, Field
-from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
+from transformers.cli.serving.utils import GenerationState
 
-from monkeyjump.checked import Number, Section
-from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.serving.answers import Answerer, Sampling
-from monkeyjump.tuner.block_list import by_row
+from monkeyjump.serving.requests import ChatRequest
 
 log = logging.getLogger(__name__)
-CPU_TOKENS = 65_536  # of all requests together, for which continuous batching keeps keys and values on a CPU
-
-
-StopString = Annotated[str, Field(min_length=1, max_length=64)]
-
-
-class TextPart(Section):
-    """A part of a message. Others than text are not served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Section):
-    """A message as clients send it; what else they add to it says nothing to a model."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
-
-
-class ChatRequest(Section):
-    """What a request may ask for. Keys that change no answer are ignored, those that would are refused."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    model: str
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: Number | None = Field(None, ge=0, le=10)
-    top_p: Number | None = Field(None, gt=0, le=1)
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
-    seed: int | None = Field(None, ge=0, le=2**63 - 1)
-    stream: bool | None = None
-    task: str | None = None  # ours: for adapters that route by task
-
-
-# keys of OpenAI that would change the answer, with the values that ask for nothing
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "functions": ([],),
-    "audio": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "generation_config": (),
-    "chat_template_kwargs": ({},),
-}
-
-
-def unserved(content: Any) -> list[str]:
-    """The keys of a request that ask for what is not served."""
-    given = content if isinstance(content, dict) else {}
-    return [
-        f"{key!r} is not served here. Leave it out."
-        for key, harmless in UNSERVED.items()
-        if given.get(key) is not None and given[key] not in harmless
-    ]
 
 
 @dataclass
@@ -178,76 +109,6 @@ class ModelOfRequest:
                 log.exception("a generation failed")
                 raise RuntimeError("the generation failed; the log of the server says why") from error
             raise
-
-
-class OneThread(GenerationState):
-    """One thread for all adapters of the model, where Transformers has one for each model name."""
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        return super().get_manager("", use_cb)
-
-    def end(self) -> None:
-        """End what runs. Requests on the thread look for that themselves, between two tokens."""
-
-    def shutdown(self) -> None:
-        """Wait for the thread to come to its end: a process that ends under it may crash."""
-        for manager in self._generate_managers.values():
-            manager.submit(lambda: None).result(timeout=5)
-
-
-class RaggedBatch(OneThread):
-    """Continuous batching for one name. Its thread knows no calls of ours, so the model is switched once and stays."""
-
-    def __init__(self, answerer: Answerer, name: str, config: ContinuousBatchingConfig | None = None) -> None:
-        if config is None and answerer.device.type == "cpu":  # else Transformers would take most of the memory
-            tokens = max(CPU_TOKENS, answerer.prompts.limit)
-            config = ContinuousBatchingConfig(page_size=64, num_blocks=-(-tokens // 64), max_batch_tokens=1024)
-        super().__init__(continuous_batching=True, cb_config=config)
-        peft_name, model, base = answerer.peft_name(name), answerer.model, answerer.model.get_base_model()
-        adapter = model.peft_config.get(peft_name)
-        if reason := by_row(adapter) if isinstance(adapter, MonkeyJumpConfig) else None:
-            raise ConfigError(
-                f"adapter {name!r} decides for whole prompts ({reason}), and continuous batching mixes the tokens of "
-                "many: serve it without --continuous-batching.",
-                title="adapter cannot be served",
-            )
-        if not hasattr(base, "init_continuous_batching"):
-            raise ConfigError(
-                f"{type(base).__name__} knows no continuous batching: leave --continuous-batching out.",
-                title="model cannot be served",
-            )
-        if adapter is None:
-            model.base_model.disable_adapter_layers()
-        else:
-            model.set_adapter(peft_name)
-        settings = answerer.settings(Sampling(), answerer.prompts.limit)
-        settings.use_cache = False
-        manager: Any = self.get_manager("", use_cb=True)
-        manager.init_cb(base, settings)
-        self.batches, self.ended = manager._cb, False
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self.batches.stop(block=False, hard_stop=True)
-
-    def shutdown(self) -> None:
-        self.end()
-        self.batches.join(time.perf_counter(), 5)
-
-    def cancel(self, request_id: str) -> None:
-        """End a request that nobody waits for."""
-        self.batches.cancel_request(request_id)
-
-
-def unserved_together(asked: ChatRequest) -> list[str]:
-    """What Transformers' continuous batching does not do for single requests."""
-    given = {"temperature": asked.temperature, "top_p": asked.top_p, "stop": asked.stop}
-    return [
-        f"{key!r} is not served with continuous batching, where all requests take the most likely tokens. Leave it out."
-        for key, value in given.items()
-        if value
-    ]
 
 
 class Completion(ChatCompletionHandler):

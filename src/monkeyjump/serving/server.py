@@ -27,18 +27,10 @@ from monkeyjump.checked import validated
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.serving.answers import Answerer
-from monkeyjump.serving.completions import (
-    ChatRequest,
-    Completion,
-    Counts,
-    Limits,
-    OneThread,
-    RaggedBatch,
-    Stop,
-    unserved,
-    unserved_together,
-)
+from monkeyjump.serving.batching import OneThread, RaggedBatch
+from monkeyjump.serving.completions import Completion, Counts, Limits, Stop
 from monkeyjump.serving.http import Guard, address, is_loopback, json_of
+from monkeyjump.serving.requests import ChatRequest, unserved, unserved_together
 
 log = logging.getLogger(__name__)
 CHAT = "/v1/chat/completions"

@@ -152,7 +152,9 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = row_adapters_of(self.context)
-        if not args and not kwargs and (shared := self._shared_output(x)) is not None:
+        names = self.active_adapters if rows is None else rows.used
+        together = not args and not kwargs and (rows is None or not rows.mixed)
+        if together and (shared := self._shared_output(names, x)) is not None:
             return shared
         base = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
@@ -167,7 +169,7 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
         if self.quantization_backend is not None:
             base = self.quantization_backend.maybe_clone_base_result(base)
         out = base
-        for name in self.running_adapters():
+        for name in names:
             if name in self.monkeyjump_adapter:
                 gate = self._gate(name, x)
                 out = self.monkeyjump_adapter[name](x, base, out, gate)
@@ -192,11 +194,9 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
                 out[own] = self.monkeyjump_adapter[name](x[own], frozen, frozen, own_gate)
         return out
 
-    def _shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _shared_output(self, names: list[str], x: torch.Tensor) -> torch.Tensor | None:
         """The output that the first projection to read x has computed for all of them; None where that is slower."""
-        rows = row_adapters_of(self.context)
-        names = self.active_adapters if rows is None else rows.used
-        if len(names) != 1 or self._disable_adapters or (rows is not None and rows.mixed):
+        if len(names) != 1 or self._disable_adapters:
             return None
         group = self.shared.get(names[0])
         if group is None:
