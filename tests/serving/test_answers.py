@@ -45,11 +45,11 @@ def plain(folder: Path, messages: Any, tokens: int = 12, base: bool = False) -> 
 
 
 def test_answers_of_every_name(answerer: Answerer, folders: list[Path], base: Path) -> None:
-    assert answerer.names == ["first", "second", str(base)]
+    assert answerer.names == ["first", "second", base.name]
     questions = [asked(text) for text in PROMPTS]
     found = {name: answerer.answers(questions, name, HOW) for name in answerer.names}
     for name, folder in zip(found, [*folders, folders[0]], strict=True):
-        assert found[name] == [plain(folder, text, base=name == str(base)) for text in PROMPTS]
+        assert found[name] == [plain(folder, text, base=name == base.name) for text in PROMPTS]
     assert len({answers[0] for answers in found.values()}) == 3
 
 
@@ -181,10 +181,10 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_conversation(answerer: Answerer, folders: list[Path], base: Path) -> None:
     out, lines = io.StringIO(), ["Hello", "", "And now?", "/reset", "And now?", "/exit", "never read"]
-    chat(answerer, ["first", str(base)], HOW, lines=lines, out=out)
-    for name in ("first", str(base)):
+    chat(answerer, ["first", base.name], HOW, lines=lines, out=out)
+    for name in ("first", base.name):
         own = [line.split("] ", 1)[1] for line in _answers(out.getvalue(), answerer) if line.startswith(f"[{name}]")]
-        is_base = name == str(base)
+        is_base = name == base.name
         first = plain(folders[0], "Hello", base=is_base)
         history = [*_user("Hello"), {"role": "assistant", "content": first}, *_user("And now?")]
         expected = [first, plain(folders[0], history, base=is_base), plain(folders[0], "And now?", base=is_base)]

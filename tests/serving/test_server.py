@@ -99,10 +99,10 @@ def metric(server: Any, name: str) -> float:
 
 def test_every_name_answers_as_plain_generation(client: Any, folders: list[Path], base: Path) -> None:
     names = [model.id for model in client.models.list().data]
-    assert names == ["first", "second", str(base)]
+    assert names == ["first", "second", base.name]
     for name, folder in zip(names, [*folders, folders[0]], strict=True):
         found = ask(client, name, PROMPTS[0])
-        assert found.choices[0].message.content == plain(folder, PROMPTS[0], base=name == str(base))
+        assert found.choices[0].message.content == plain(folder, PROMPTS[0], base=name == base.name)
         assert (found.model, found.choices[0].finish_reason, found.usage.completion_tokens) == (name, "length", 12)
 
 
@@ -142,9 +142,9 @@ def test_sampling_follows_the_seed(client: Any) -> None:
 
 
 def test_fifty_clients_at_once_get_their_own_adapters(client: Any, server: Any, base: Path) -> None:
-    cases = [(name, text) for name in ("first", "second", str(base)) for text in PROMPTS]
+    cases = [(name, text) for name in ("first", "second", base.name) for text in PROMPTS]
     expected = {case: ask(client, *case).choices[0].message.content for case in cases}
-    assert len({expected[name, PROMPTS[0]] for name in ("first", "second", str(base))}) == 3
+    assert len({expected[name, PROMPTS[0]] for name in ("first", "second", base.name)}) == 3
     asked = [cases[turn % len(cases)] for turn in range(50)]
 
     def run(turn: int) -> str:
@@ -289,6 +289,23 @@ def test_continuous_batching(folders: list[Path]) -> None:
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 1)
         connection.close()
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 0)
+
+
+def test_a_generation_that_fails_is_told_and_the_next_one_is_not_touched(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    api = Api(load(folders[:1]), Limits())
+    with in_a_thread(api) as small:
+        url = f"http://127.0.0.1:{small.port}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT)
+        with monkeypatch.context() as patch:
+            patch.setattr(api.answerer.model, "generate", lambda **_: dict[str, str]()["no memory"])
+            with pytest.raises(openai.InternalServerError, match="the log of the server says why"):
+                ask(client, "first", "Go")
+            with pytest.raises(openai.APIError, match="the log of the server says why"):
+                list(ask(client, "first", "Go", stream=True))
+        assert "no memory" in caplog.text
+        assert ask(client, "first", "Go").choices[0].message.content == plain(folders[0], "Go")
 
 
 @pytest.mark.parametrize("together", [None, "first"])

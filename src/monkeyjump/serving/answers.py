@@ -57,7 +57,7 @@ class Answerer:
     """The adapters of some folders on their base model, for answers."""
 
     def __init__(self, adapters: Adapters) -> None:
-        self.model, self.adapters, self.base_name = adapters.model, adapters.named, adapters.base_name
+        self.model, self.adapters, self.base_name = adapters.model, adapters.named, _shown(adapters)
         kinds = {
             str(getattr(config.peft_type, "value", config.peft_type)) for config in self.model.peft_config.values()
         }
@@ -151,6 +151,13 @@ class Answerer:
             pad_token_id=self.pad,
             **(drawn if how.temperature > 0 else {"do_sample": False}),
         )
+
+
+def _shown(adapters: Adapters) -> str:
+    """A name for the base model that says nothing of the folders of this machine, and is no adapter's."""
+    path = Path(adapters.base_name).expanduser()
+    name = path.name if path.exists() else adapters.base_name
+    return f"{name} (base)" if name in adapters.named else name
 
 
 def load(paths: Sequence[str | Path], base: str | None = None) -> Answerer:

@@ -8,9 +8,12 @@ Each request names its adapter in its call: none can meet the adapter of another
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +29,12 @@ from monkeyjump.serving.answers import Answerer, Sampling
 from monkeyjump.serving.requests import ChatRequest
 
 log = logging.getLogger(__name__)
+FAILED = "The generation failed; the log of the server says why."
 
 
 @dataclass
 class Counts:
-    """What the server has done, for whoever watches it. Requests in the event loop and their thread both count."""
+    """What the server has done, for whoever watches it. Only the event loop counts, so there is no lock."""
 
     requests: Counter[int] = field(default_factory=Counter)  # by status
     prompt_tokens: Counter[str] = field(default_factory=Counter)  # by model
@@ -107,8 +111,20 @@ class ModelOfRequest:
         except Exception as error:
             if type(error).__name__ != "_GenerationCancelled":  # how Transformers' streamer ends a generation
                 log.exception("a generation failed")
-                raise RuntimeError("the generation failed; the log of the server says why") from error
+                raise RuntimeError(FAILED) from error
             raise
+
+
+async def _with_errors_in_form(parts: Any) -> AsyncIterator[str]:
+    """A stream whose last part, where the generation failed, has the form of OpenAI and not that of Transformers.
+
+    The quotes of a text are escaped in a stream, so no answer can look like an error.
+    """
+    async with aclosing(parts):
+        async for part in parts:
+            before, mark, _ = part.partition('data: {"error": "')
+            error = {"message": FAILED, "type": "server_error", "param": None, "code": None}
+            yield f"{before}data: {json.dumps({'error': error})}\n\n" if mark else part
 
 
 class Completion(ChatCompletionHandler):
@@ -165,7 +181,9 @@ class Completion(ChatCompletionHandler):
         self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, *args: Any, **kw: Any
     ) -> Any:
         self._fit(inputs, args[0])
-        return super()._streaming(request_id, model, processor, model_id, inputs, *args, **kw)
+        response = super()._streaming(request_id, model, processor, model_id, inputs, *args, **kw)
+        response.body_iterator = _with_errors_in_form(response.body_iterator)
+        return response
 
     async def _non_streaming(
         self, request_id: str, model: Any, processor: Any, model_id: str, inputs: Any, *args: Any, **kw: Any

@@ -28,7 +28,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.serving.answers import Answerer
 from monkeyjump.serving.batching import OneThread, RaggedBatch
-from monkeyjump.serving.completions import Completion, Counts, Limits, Stop
+from monkeyjump.serving.completions import FAILED, Completion, Counts, Limits, Stop
 from monkeyjump.serving.http import Guard, address, is_loopback, json_of
 from monkeyjump.serving.requests import ChatRequest, unserved, unserved_together
 
@@ -166,8 +166,9 @@ def _failed(request: Request, error: Exception) -> Response:
         return refusal(error.status_code, error.detail, code)
     if isinstance(error, ConfigError):
         return refusal(400, str(error))
-    log.error("a request failed", exc_info=error)
-    return refusal(500, "The request failed; the log of the server says why.")
+    if str(error) != FAILED:  # else it is in the log
+        log.error("a request failed", exc_info=error)
+    return refusal(500, FAILED)
 
 
 def application(api: Api, host: str = "127.0.0.1", key: str | None = None) -> Starlette:
