@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from transformers import T5Config, T5ForConditionalGeneration
 
 import monkeyjump as mj
 from tests.contract.common import anatomy
 from tests.helpers import PAD, REORDERED, adapted, disturb, mj_config, padded, tiny_llama, token_ids
 from tests.methods.common import config_of, spread
+from tests.visual import batch as visual_batch
+from tests.visual import qwen2_5_vl
 
 BASE = "__base__"
 ROWS = ["a", BASE, "b", "a"]
@@ -237,3 +240,46 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         real = inputs["attention_mask"].bool()
         torch.testing.assert_close(found[real], expected[real], **REORDERED)
         assert passes == ([3, 1, 1] * 2 if names != ROWS else [1] * 20)  # two adapters on ten projections
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_an_encoder_has_a_row_where_its_decoder_has_beams(beams: int) -> None:
+    settings: dict[str, Any] = {
+        "vocab_size": 101,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    torch.manual_seed(0)
+    base = T5ForConditionalGeneration(T5Config(**settings, decoder_start_token_id=PAD, initializer_factor=3.0))
+    routed = {"target_modules": ["q", "k", "v"], "shared_modules": [], "task_type": "SEQ_2_SEQ_LM"}
+    model = get_peft_model(base, mj_config(**routed, exclude_modules=".*EncDecAttention.*"), "a")
+    assert isinstance(model, PeftModel)
+    model.add_adapter("b", mj_config(**routed, granularity="sequence"))
+    disturb(model)
+    model.eval()
+    ids, how = token_ids(4, 7), {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": beams}
+    mixed = model.generate(input_ids=ids, adapter_names=ROWS, **how)
+    for row, name in enumerate(ROWS):
+        expected = alone(model, name, lambda row=row: model.generate(input_ids=ids[row : row + 1], **how))
+        assert torch.equal(mixed[row], expected[0]), name
+
+
+@torch.no_grad()
+def test_rows_with_pictures() -> None:
+    model = get_peft_model(qwen2_5_vl(), mj_config(), "a")
+    assert isinstance(model, PeftModel)
+    model.add_adapter("b", mj_config(granularity="sequence"))
+    disturb(model)
+    model.eval()
+    inputs = visual_batch("qwen2_5_vl")
+    for names in (["a", "b"], ["b", BASE]):
+        mixed = model(**inputs, adapter_names=names).logits
+        for row, name in enumerate(names):
+            torch.testing.assert_close(mixed[row], alone(model, name, lambda: model(**inputs).logits)[row], **REORDERED)
+    tower = mj_config(target_modules=r".*visual.*\.qkv", shared_modules=[], layers_to_route=[])
+    model.add_adapter("tower", tower)
+    with pytest.raises(mj.ConfigError, match="tower whose tokens belong to no row"):
+        model(**inputs, adapter_names=["tower", "a"])
