@@ -244,16 +244,10 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_an_encoder_has_a_row_where_its_decoder_has_beams(beams: int) -> None:
-    settings: dict[str, Any] = {
-        "vocab_size": 101,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 48,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
+    sizes = {"vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    settings: dict[str, Any] = {**sizes, "decoder_start_token_id": PAD, "initializer_factor": 3.0}
     torch.manual_seed(0)
-    base = T5ForConditionalGeneration(T5Config(**settings, decoder_start_token_id=PAD, initializer_factor=3.0))
+    base = T5ForConditionalGeneration(T5Config(**settings))
     routed = {"target_modules": ["q", "k", "v"], "shared_modules": [], "task_type": "SEQ_2_SEQ_LM"}
     model = get_peft_model(base, mj_config(**routed, exclude_modules=".*EncDecAttention.*"), "a")
     assert isinstance(model, PeftModel)
