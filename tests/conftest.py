@@ -26,7 +26,7 @@ SLOW = (
     *("methods/test_kernels.py", "methods/test_trainers.py", "models/test_default_model.py"),
     *("ops/test_kernel_lora.py", "ops/test_offline_compilation.py", "ops/test_router_logits.py"),
     *("ops/test_scale_kernel.py", "tuner/test_compile_generation.py", "tuner/test_dtypes.py", "tuner/test_packing.py"),
-    *("tuner/test_sharing.py", "tuner/test_sharing_limits.py"),
+    *("serving/test_server.py", "tuner/test_sharing.py", "tuner/test_sharing_limits.py"),
 )
 TESTS = Path(__file__).parent
 

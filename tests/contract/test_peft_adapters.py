@@ -248,16 +248,6 @@ def test_names_of_tensors_are_no_adapter_names(adapter: str) -> None:
     assert list(model.peft_config) == ["default"]
 
 
-def test_adapter_names_in_a_call_is_refused(adapter: str) -> None:
-    """Mixed batches are LoRA's; silently using the active adapter for every row would be wrong."""
-    model = pair(adapter)
-    ids = lm_batch()["input_ids"]
-    with pytest.raises(mj.ConfigError, match="adapter_names"):
-        model(input_ids=ids, adapter_names=["default", "second", "default"])
-    with pytest.raises(mj.ConfigError, match="adapter_names"):
-        model.generate(input_ids=ids, adapter_names=["default", "second", "default"], max_new_tokens=1)
-
-
 def test_shared_projections_have_no_centre(adapter: str) -> None:
     model = adapted(adapter=adapter)
     for path, layer in layers_of(model).items():

@@ -42,7 +42,8 @@ def explorer() -> Explorer:
 def serving(explorer: Explorer, host: str = "127.0.0.1", token: str | None = None) -> Iterator[Any]:
     """A server in a thread, on this machine whatever `host` it believes to have."""
     uvicorn = pytest.importorskip("uvicorn")
-    from monkeyjump.explorer.server import application, bound
+    from monkeyjump.explorer.server import application
+    from monkeyjump.serving.http import bound
 
     with bound("127.0.0.1", 0) as listening:
         config = uvicorn.Config(application(explorer, host, token), log_level="warning", timeout_graceful_shutdown=1)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 
-from monkeyjump.errors import ConfigError, require
+from monkeyjump.errors import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +22,10 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from monkeyjump.explorer.engine import load
-    from monkeyjump.explorer.server import bound, serve
+    from monkeyjump.explorer.server import serve
+    from monkeyjump.serving.http import bound, check_token
 
-    if options.token is not None and not re.fullmatch(r"[\w.~-]{8,}", options.token, re.ASCII):
-        raise ConfigError(f"--token {options.token!r} has to be 8 or more letters, digits and . _ ~ - alone.")
+    check_token("--token", options.token)
     with bound(options.host, options.port) as listening:
         paths = [path for path in (options.adapter, options.other) if path is not None]
         explorer = load(paths, options.base, "cuda" if torch.cuda.is_available() else None)

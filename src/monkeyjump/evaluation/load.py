@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,53 @@ from monkeyjump.models import ResolvedModel, load_model, load_tokenizer, resolve
 
 TASK_IDS = "monkeyjump_task_ids"  # attribute of a loaded model: the ids its tasks were trained with
 RECIPE_FILE = "recipe.json"  # beside the adapter, if the library trained it
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """One of the adapters on a model."""
+
+    peft_name: str
+    folder: Path
+    task_ids: Mapping[str, int] = field(default_factory=dict)  # what its tasks were trained with
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """A model that carries the adapters of some folders, by the names that people know them by."""
+
+    model: Any
+    tokenizer: Any
+    base_name: str
+    named: dict[str, NamedAdapter]
+
+
+def load_adapters(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Adapters:
+    """The adapters of some folders on the one base model that they were made for, as precise as they were trained.
+
+    An adapter is called by its folder, or by the run's folder around a folder `adapter`.
+    """
+    from monkeyjump.training.saving import saved_recipe
+    from monkeyjump.training.shared import dtype_of
+
+    folders = [Path(path).expanduser().resolve() for path in paths]
+    recipe = saved_recipe(folders[0])
+    dtype = None if recipe is None else dtype_of(recipe)
+    loaded, named = None, dict[str, NamedAdapter]()
+    for number, folder in enumerate(folders):
+        loaded = load_adapter(folder, base, dtype, device, loaded, adapter_name=(peft_name := f"loaded_{number}"))
+        name = folder.parent.name if folder.name == "adapter" else folder.name
+        name = f"{name} ({number + 1})" if name in {"base", *named} else name
+        named[name] = NamedAdapter(peft_name, folder, vars(loaded[0]).pop(TASK_IDS, {}))
+    assert loaded is not None
+    made_for = {config.base_model_name_or_path for config in loaded[0].peft_config.values()}
+    if len(made_for) > 1 and not base:
+        raise ConfigError(
+            f"the adapters were made for different base models: {', '.join(sorted(map(str, made_for)))}. Take those of "
+            "one model, or name the model of all with --base NAME.",
+            title="adapters do not fit together",
+        )
+    return Adapters(*loaded, base or (recipe.model if recipe else str(*made_for)), named)
 
 
 def load_adapter(

@@ -23,15 +23,12 @@ from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.forward import AnswerReader, Inputs, Prefix, evaluating
-from monkeyjump.evaluation.load import TASK_IDS, load_adapter
+from monkeyjump.evaluation.load import TASK_IDS, load_adapters
+from monkeyjump.evaluation.prompts import Prompts
 from monkeyjump.evaluation.score import end_ids
 from monkeyjump.record import read_record
 from monkeyjump.registry import did_you_mean
-from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.media import Media
-from monkeyjump.tasks.task import Example
-from monkeyjump.training.saving import saved_recipe
-from monkeyjump.training.shared import dtype_of
 from monkeyjump.tuner.call import belonging_to
 from monkeyjump.tuner.knock_out import knock_out
 from monkeyjump.tuner.model import require_context
@@ -90,10 +87,8 @@ class Explorer:
             config = model.peft_config[known.peft_name]
             by_task = getattr(config, "granularity", "") == "task" or getattr(config, "placement", "") == "nested"
             self.adapters[own_name] = known if by_task else replace(known, task_ids={})
-        config = model.config.get_text_config()
-        self.limit = min(MOST_TOKENS, getattr(config, "max_position_embeddings", None) or MOST_TOKENS)
-        self.encoder = Encoder(tokenizer, max_length=self.limit)
-        self.tokenizer, self.pictures = self.encoder.tokenizer, self.encoder.pictures
+        self.prompts = Prompts(model, tokenizer, MOST_TOKENS)
+        self.tokenizer, self.pictures, self.limit = self.prompts.tokenizer, self.prompts.pictures, self.prompts.limit
         pad = self.tokenizer.pad_token_id
         self.reader = AnswerReader(model, self.tokenizer.eos_token_id if pad is None else pad, self.pictures)
         self.ends = end_ids(model, self.tokenizer)
@@ -191,23 +186,7 @@ class Explorer:
         return known.task_ids[task]
 
     def _ids(self, text: str, media: tuple[Media, ...]) -> list[int]:
-        """The prompt as the adapter was trained to see it: in the chat template."""
-        if not text.strip() and not media:
-            raise ConfigError("there is nothing to read. Type a text.", title="empty prompt")
-        if media and self.pictures is None:
-            raise ConfigError("the model reads no pictures. Type a text alone.", title="picture")
-        if self.pictures is not None and (problem := self.pictures.problem(media, text)):
-            raise ConfigError(problem, title="picture")
-        rendered = self.encoder.prompt_text(Example(question=text, media=media))
-        ids = self.tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
-        if media and self.pictures is not None:
-            ids = self.pictures.ids(rendered, ids, media)
-        if len(ids) > self.limit:
-            raise ConfigError(
-                f"{len(ids):,} tokens with the chat template, and at most {self.limit:,} can be read. Shorten it.",
-                title="prompt too long",
-            )
-        return list(ids)
+        return self.prompts.ids([{"role": "user", "content": text}], media)
 
     def _inputs(self, ids: list[int], media: tuple[Media, ...], task_id: int | None) -> Inputs:
         device = self.reader.device
@@ -269,24 +248,10 @@ def recorded(model: Any, tokenizer: Any, prompts: Sequence[str], adapter_name: s
 
 def load(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Explorer:
     """The adapters of one or two folders on their base model."""
-    folders = [Path(path).expanduser().resolve() for path in paths]
-    recipe = saved_recipe(folders[0])
-    dtype = None if recipe is None else dtype_of(recipe)  # as it was trained
-    loaded, adapters = None, dict[str, Adapter]()
-    for number, folder in enumerate(folders):
-        loaded = load_adapter(folder, base, dtype, device, loaded, adapter_name=(peft_name := f"explored_{number}"))
-        name = folder.parent.name if folder.name == "adapter" else folder.name
-        name = f"{name} ({number + 1})" if name in {BASE, *adapters} else name
+    found, adapters = load_adapters(paths, base, device), dict[str, Adapter]()
+    for name, known in found.named.items():
         usage = None
         with suppress(ConfigError):  # there may be no record, or another one
-            usage = read_record(folder.parent / "record.json").metrics.get("usage", {}).get("loads")
-        adapters[name] = Adapter(peft_name, vars(loaded[0]).pop(TASK_IDS, {}), usage)
-    assert loaded is not None
-    made_for = {config.base_model_name_or_path for config in loaded[0].peft_config.values()}
-    if len(made_for) > 1 and not base:
-        raise ConfigError(
-            f"the adapters were made for different base models: {', '.join(sorted(map(str, made_for)))}. Compare those "
-            "of one model, or name the model of both with --base NAME.",
-            title="adapters do not fit together",
-        )
-    return Explorer(*loaded, adapters, base or (recipe.model if recipe else str(*made_for)))
+            usage = read_record(known.folder.parent / "record.json").metrics.get("usage", {}).get("loads")
+        adapters[name] = Adapter(known.peft_name, known.task_ids, usage)
+    return Explorer(found.model, found.tokenizer, adapters, found.base_name)

@@ -82,6 +82,8 @@ class BlockList:
         active, collector = self.active(), self.context.collector
         if not active and collector is None:
             return
+        if "read_index" in kwargs:  # what Transformers' continuous batching tells its attention
+            _refuse_ragged_rows(active)
         blocks.arguments = {name: self._argument(name, args, kwargs) for name in ARGUMENTS}
         blocks.arguments["labels"] = blocks.call.labels if collector is None else collector.labels
         tokens = blocks.arguments["input_ids"]
@@ -217,6 +219,25 @@ def _decides_for_rows(config: MonkeyJumpConfig, call: ModelCall) -> bool:
     """Whether an adapter decides once for a whole row, by its prompt."""
     by_prompt = config.placement == "nested" and call.task_ids is None
     return by_prompt or (config.uses_centers and config.granularity == "sequence")
+
+
+def _refuse_ragged_rows(active: dict[str, MonkeyJumpConfig]) -> None:
+    """Continuous batching puts parts of many sequences into one row: nothing can be decided for that row."""
+    for name, config in active.items():
+        if reason := by_row(config):
+            raise ConfigError(
+                f"adapter {name!r} decides for whole rows ({reason}), but continuous batching puts the tokens of many "
+                "sequences into one: use generate, or an adapter with granularity='token'."
+            )
+
+
+def by_row(config: MonkeyJumpConfig) -> str | None:
+    """The setting by which an adapter decides once for a whole row of a batch, if it does."""
+    if config.placement == "nested":
+        return "placement='nested'"
+    if (config.uses_centers and config.granularity == "sequence") or config.granularity == "task":
+        return f"granularity={config.granularity!r}"
+    return "router='shuffled'" if config.router == "shuffled" else None
 
 
 def repeat_rows(cache: Any, rows: Tensor) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from monkeyjump.tuner.block_list import BlockList
     from monkeyjump.tuner.context import RoutingContext
     from monkeyjump.tuner.fast.shared_inputs import Seeds, SharedInput
+    from monkeyjump.tuner.mixed_batch import RowAdapters
 
 Decisions = dict[tuple[str, str], Tensor]  # (router, adapter name) -> what was decided for each row
 KnockedOut = Mapping[str, frozenset[str]]  # router -> the experts that are switched off
@@ -72,6 +73,7 @@ class ModelCall:
     ahead: MadeAhead | None = None
     token_ids: Tensor | None = None  # of a model that reads pictures or clips
     knocked_out: KnockedOut | None = None
+    row_adapters: RowAdapters | None = None  # where rows have adapters of their own (`adapter_names`)
 
 
 @dataclass(eq=False)
@@ -179,7 +181,9 @@ class Running:
     call: ModelCall | None = None
     blocks: BlocksCall | None = None
     generation: Generation | None = None
-    knocked_out: dict[RoutingContext, KnockedOut] = field(default_factory=dict)  # by `knock_out`, for calls to come
+    # for calls to come
+    knocked_out: dict[RoutingContext, KnockedOut] = field(default_factory=dict)  # by `knock_out`
+    row_adapters: dict[RoutingContext, RowAdapters] = field(default_factory=dict)  # by `adapter_names`
 
 
 class _Threads(threading.local):
@@ -222,6 +226,12 @@ def calls_of(context: RoutingContext) -> ModelCall | None:
     """The forward of this model that runs in this thread, if one does."""
     call = running().call
     return call if call is not None and call.context is context else None
+
+
+def row_adapters_of(context: RoutingContext) -> RowAdapters | None:
+    """The adapters of the rows of the forward that runs in this thread; None where all rows use the active ones."""
+    call = calls_of(context)
+    return None if call is None else call.row_adapters
 
 
 def _made_for(shape: tuple[int, int], now: Any) -> bool:

@@ -25,6 +25,7 @@ from monkeyjump.tuner.training.router_losses import CarriedLoss, RouterLosses
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.centers.sample import TokenCollector
+    from monkeyjump.tuner.mixed_batch import RowAdapters
     from monkeyjump.tuner.trace import RoutingTrace
 
 
@@ -107,6 +108,7 @@ class RoutingContext:
         here = running()
         around, generation = here.call, here.generation
         call = ModelCall(self, generation=generation, wrapped=wrapped, knocked_out=here.knocked_out.get(self))
+        call.row_adapters = here.row_adapters.get(self)
         if generation is not None:
             call.task_ids, call.prompt_lengths = generation.task_ids, generation.prompt_lengths
         call.outer = None if around is None or around.context is self else around
@@ -129,6 +131,10 @@ class RoutingContext:
         if call is None or not call.wrapped or call.entered:
             call = self.open()
         call.entered = True
+        # PEFT names them inside its wrapper, which opened the call
+        call.row_adapters = running().row_adapters.get(self)
+        if call.row_adapters is not None and call.generation is None:
+            _check_rows(call.row_adapters, args, kwargs)
         call.labels = kwargs.get("labels")
         if self.kind_ids:
             call.token_ids = kwargs.get("input_ids", args[0] if args else None)
@@ -158,6 +164,8 @@ class RoutingContext:
         """Run `generate` of the base model, and note the end of its prompt, from which sequence routing decides."""
         inputs = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
         width = next((tensor.shape[1] for tensor in inputs if isinstance(tensor, Tensor)), None)
+        if (rows := running().row_adapters.get(self)) is not None:
+            _check_rows(rows, args, kwargs)
         generation = Generation(
             None if self.encoder_decoder else width, kwargs.pop("task_ids", None), kwargs.pop("prompt_lengths", None)
         )
@@ -203,6 +211,15 @@ class RoutingContext:
             return (loss + extra, *output[1:])
         output.loss = loss + extra
         return output
+
+
+def _check_rows(rows: RowAdapters, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Compare the adapters of the rows with the rows that the model, or `generate`, was called with."""
+    named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "inputs", "input_features"))
+    given = (*args[:1], *named, *kwargs.values())
+    tensor = next((value for value in given if isinstance(value, Tensor) and value.dim()), None)
+    if tensor is not None:
+        rows.check_rows(tensor.shape[0])
 
 
 def _take_extras(call: ModelCall, kwargs: dict[str, Any]) -> dict[str, Any]:

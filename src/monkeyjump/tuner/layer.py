@@ -18,6 +18,7 @@ from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.routing.learned import LearnedRouter
 from monkeyjump.routing.lime import LimeRouter
 from monkeyjump.routing.more_ranks import RankSelector
+from monkeyjump.tuner.call import row_adapters_of
 from monkeyjump.tuner.module_paths import linear_shape
 from monkeyjump.tuner.placement import Role
 from monkeyjump.tuner.routers.moa_placement import Extra
@@ -25,6 +26,7 @@ from monkeyjump.tuner.routers.moa_placement import Extra
 if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
     from monkeyjump.tuner.fast.shared_inputs import SharedInput
+    from monkeyjump.tuner.mixed_batch import RowAdapters
     from monkeyjump.tuner.routers.base import BlockRouter
 
 Folded = tuple[torch.Tensor, torch.Tensor | None]  # a weight [O, D] and a bias
@@ -149,7 +151,10 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
                 container[adapter_name] = entry.to(device)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not args and not kwargs and (shared := self._shared_output(x)) is not None:
+        rows = row_adapters_of(self.context)
+        names = self.active_adapters if rows is None else rows.used
+        together = not args and not kwargs and (rows is None or not rows.mixed)
+        if together and (shared := self._shared_output(names, x)) is not None:
             return shared
         base = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters:
@@ -159,10 +164,12 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
             return base
         if self.merged:
             return base
+        if rows is not None and rows.mixed:
+            return self._mixed_output(x, base, rows)
         if self.quantization_backend is not None:
             base = self.quantization_backend.maybe_clone_base_result(base)
         out = base
-        for name in self.active_adapters:
+        for name in names:
             if name in self.monkeyjump_adapter:
                 gate = self._gate(name, x)
                 out = self.monkeyjump_adapter[name](x, base, out, gate)
@@ -171,9 +178,24 @@ class MonkeyJumpLayer(nn.Module, BaseTunerLayer):
                     router.observe(name, position, x, base, gate)
         return out
 
-    def _shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
+    def running_adapters(self) -> list[str]:
+        """The adapters of this thread's call: those of its rows, where each has its own, or the active ones."""
+        rows = row_adapters_of(self.context)
+        return self.active_adapters if rows is None else rows.used
+
+    def _mixed_output(self, x: torch.Tensor, base: torch.Tensor, rows: RowAdapters) -> torch.Tensor:
+        """The frozen output, and in the rows of each adapter what it adds; no adapter computes with others' rows."""
+        out = base.clone()
+        for name in rows.used:
+            if name in self.monkeyjump_adapter:
+                own, gate = rows.positions(name, x), self._gate(name, x)
+                frozen = base[own]
+                own_gate = None if gate is None else gate[own.to(gate.device)]
+                out[own] = self.monkeyjump_adapter[name](x[own], frozen, frozen, own_gate)
+        return out
+
+    def _shared_output(self, names: list[str], x: torch.Tensor) -> torch.Tensor | None:
         """The output that the first projection to read x has computed for all of them; None where that is slower."""
-        names = self.active_adapters
         if len(names) != 1 or self._disable_adapters:
             return None
         group = self.shared.get(names[0])

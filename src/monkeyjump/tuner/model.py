@@ -28,6 +28,7 @@ from monkeyjump.tuner.centers.calibrate import draw_random_centers, needs_no_dat
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.default_targets import DEFAULT_TARGETS, leaves_targets_open, settle, shares_as_the_paper
 from monkeyjump.tuner.layer import MonkeyJumpLayer
+from monkeyjump.tuner.mixed_batch import check, mixing
 from monkeyjump.tuner.module_paths import block_of, language_path, matches, outside_language, owner_of
 from monkeyjump.tuner.placement import Block, Placement, place
 from monkeyjump.tuner.routers.base import BlockRouter
@@ -157,13 +158,13 @@ class MonkeyJumpModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Refuse the mixed batches that PEFT hands over here: every row would run with the active adapter."""
-        if kwargs.get("adapter_names") is not None:
-            raise ConfigError(
-                f"adapter_names={kwargs['adapter_names']!r} asks for one adapter per row, which routed adapters do not "
-                "offer: call the model once per adapter, after model.set_adapter(name)."
-            )
-        yield
+        """Let the rows of a call have adapters of their own, where PEFT hands over `adapter_names`."""
+        names = kwargs.get("adapter_names")
+        if names is None:
+            yield
+        else:
+            with mixing(self.routing, self.model, check(self.model, names, self._language)):
+                yield
 
     def _unload_and_optionally_merge(  # type: ignore[override]
         self,

@@ -283,7 +283,7 @@ def _computable(layer: MonkeyJumpLayer, adapter_name: str, dtype: torch.dtype) -
     Quantising, sharding and offloading replace the linear, hook into it, or replace its forward.
     """
     base, adapter = layer.base_layer, layer.monkeyjump_adapter[adapter_name]
-    if type(base) is not nn.Linear or "forward" in vars(base) or layer.active_adapters != [adapter_name]:
+    if type(base) is not nn.Linear or "forward" in vars(base) or layer.running_adapters() != [adapter_name]:
         return False
     if base._forward_hooks or base._forward_pre_hooks or adapter._forward_hooks or adapter._forward_pre_hooks:
         return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
@@ -52,7 +53,7 @@ class BlockRouter:
         return [
             name
             for name, layers in self.layers.items()
-            if name in layers[0].active_adapters and not layers[0].disable_adapters and not layers[0].merged
+            if name in layers[0].running_adapters() and not layers[0].disable_adapters and not layers[0].merged
         ]
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -154,7 +155,7 @@ class BlockRouter:
             )
         return gate.to(x.device)
 
-    def _task_ids(self, call: BlocksCall, h: Tensor) -> Tensor | None:
+    def _task_ids(self, adapter_name: str, call: BlocksCall, h: Tensor) -> Tensor | None:
         """The task of every row of h [B, 1], or of every token of packed rows [B, T]; None where nobody has told."""
         if call.call.task_ids is None:
             return None
@@ -167,4 +168,6 @@ class BlockRouter:
             raise ConfigError(
                 f"task_ids has {rows.shape[0]} entries for a batch of {h.shape[0]} rows: give one per row."
             )
+        if call.call.row_adapters is not None:  # the tasks of another adapter's rows may be none of this one's
+            rows = call.call.row_adapters.chosen(adapter_name, rows, torch.zeros_like(rows))
         return rows.unsqueeze(1)

@@ -59,7 +59,7 @@ class CentroidRouter(BlockRouter):
         if config.router == "uniform":
             return uniform_gates(h, len(self.names[name]), config)
         if config.granularity == "task":
-            task_ids = self._task_ids(call, h)
+            task_ids = self._task_ids(name, call, h)
             if task_ids is None:
                 raise ConfigError(
                     "granularity='task' needs `task_ids`, one integer per row of the batch: add them to the batch "

@@ -63,11 +63,17 @@ class MoaRouter(LearnedRouterOfBlock):
     def _gate_of(self, name: str, kind: str) -> Tensor:
         return self.call().gates[name][..., self.extras[name][kind], None]
 
+    def _own(self, name: str, added: Tensor, x: Tensor) -> Tensor:
+        """`added` in the rows of this adapter; x in others, where rows have adapters of their own."""
+        rows = self.call().call.row_adapters
+        return added if rows is None else rows.chosen(name, added, x)
+
     def beside_feed_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         for name in self._with("parallel"):
             bottleneck = self.layers[name][0].monkeyjump_parallel[name]
             x = hidden_states(args, kwargs, self.path)
-            output = output + bottleneck(x, self._gate_of(name, "parallel").to(x.device)).to(output.dtype)
+            added = output + bottleneck(x, self._gate_of(name, "parallel").to(x.device)).to(output.dtype)
+            output = self._own(name, added, output)
         return output
 
     def after_query(self, module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -85,7 +91,8 @@ class MoaRouter(LearnedRouterOfBlock):
             expert = self.layers[name][0].monkeyjump_prompt[name]
             prompt = expert.prompt.to(x.dtype)
             k, v = (_frozen(self.attention.get_submodule(side))(prompt) for side in ("k_proj", "v_proj"))
-            x = x + expert(queries, k, v, self._gate_of(name, "prompt").to(x.device)).to(x.dtype)
+            added = x + expert(queries, k, v, self._gate_of(name, "prompt").to(x.device)).to(x.dtype)
+            x = self._own(name, added, x)
         return (x, *args[1:])
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
 from monkeyjump.routing.granularity import row_weights
 from monkeyjump.routing.more_ranks import RankSelector
@@ -40,7 +39,7 @@ class MoreRouter(LearnedRouterOfBlock):
         traced = self.blocks.context.trace is not None
         call.mask = call.real_tokens(call.shape, h.device) if traced else None
         for name in active:
-            call.tasks[name] = self._tasks(self.configs[name], h, call)
+            call.tasks[name] = self._tasks(name, h, call)
 
     def experts_by_key(self, adapter_name: str) -> dict[str, tuple[str, ...]]:
         """There are none: ranks are taken, not experts."""
@@ -81,8 +80,8 @@ class MoreRouter(LearnedRouterOfBlock):
     def observe(self, *args: Any) -> None:
         """MoRE takes no loss from the output of a projection."""
 
-    def _tasks(self, config: MonkeyJumpConfig, h: Tensor, call: BlocksCall) -> RowTasks:
-        task_ids = self._task_ids(call, h)
+    def _tasks(self, name: str, h: Tensor, call: BlocksCall) -> RowTasks:
+        config, task_ids = self.configs[name], self._task_ids(name, call, h)
         if task_ids is None:
             if call.staging:
                 raise ConfigError(

@@ -1,0 +1,1 @@
+"""Adapters in use: answers to prompts and files, conversations, and a server."""

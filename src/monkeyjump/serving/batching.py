@@ -1,0 +1,76 @@
+"""Where requests are computed: in turns on one thread, or those of one adapter together in ragged batches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transformers import ContinuousBatchingConfig
+from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
+
+from monkeyjump.config import MonkeyJumpConfig
+from monkeyjump.errors import ConfigError
+from monkeyjump.serving.answers import Answerer, Sampling
+from monkeyjump.tuner.block_list import by_row
+
+CPU_TOKENS = 65_536  # of all requests together, for which continuous batching keeps keys and values on a CPU
+
+
+class OneThread(GenerationState):
+    """One thread for all adapters of the model, where Transformers has one for each model name."""
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        return super().get_manager("", use_cb)
+
+    def end(self) -> None:
+        """End what runs. Requests on the thread look for that themselves, between two tokens."""
+
+    def shutdown(self) -> None:
+        """Wait for the thread to come to its end: a process that ends under it may crash."""
+        for manager in self._generate_managers.values():
+            manager.submit(lambda: None).result(timeout=5)
+
+
+class RaggedBatch(OneThread):
+    """Continuous batching for one name. Its thread knows no calls of ours, so the model is switched once and stays."""
+
+    def __init__(self, answerer: Answerer, name: str, config: ContinuousBatchingConfig | None = None) -> None:
+        if config is None and answerer.device.type == "cpu":  # else Transformers would take most of the memory
+            tokens = max(CPU_TOKENS, answerer.prompts.limit)
+            config = ContinuousBatchingConfig(page_size=64, num_blocks=-(-tokens // 64), max_batch_tokens=1024)
+        super().__init__(continuous_batching=True, cb_config=config)
+        peft_name, model, base = answerer.peft_name(name), answerer.model, answerer.model.get_base_model()
+        adapter = model.peft_config.get(peft_name)
+        if reason := by_row(adapter) if isinstance(adapter, MonkeyJumpConfig) else None:
+            raise ConfigError(
+                f"adapter {name!r} decides for whole prompts ({reason}), and continuous batching mixes the tokens of "
+                "many: serve it without --continuous-batching.",
+                title="adapter cannot be served",
+            )
+        if not hasattr(base, "init_continuous_batching"):
+            raise ConfigError(
+                f"{type(base).__name__} knows no continuous batching: leave --continuous-batching out.",
+                title="model cannot be served",
+            )
+        if adapter is None:
+            model.base_model.disable_adapter_layers()
+        else:
+            model.set_adapter(peft_name)
+        settings = answerer.settings(Sampling(), answerer.prompts.limit)
+        settings.use_cache = False
+        manager: Any = self.get_manager("", use_cb=True)
+        manager.init_cb(base, settings)
+        self.batches, self.ended = manager._cb, False
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.batches.stop(block=False, hard_stop=True)
+
+    def shutdown(self) -> None:
+        self.end()
+        self.batches.join(time.perf_counter(), 5)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that nobody waits for."""
+        self.batches.cancel_request(request_id)

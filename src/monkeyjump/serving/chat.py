@@ -1,0 +1,82 @@
+"""A conversation on the terminal, or through pipes: answers are shown while they are made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+from transformers import TextStreamer
+
+from monkeyjump.errors import ConfigError
+from monkeyjump.serving.answers import Answerer, Question, Sampling
+
+HELP = "/reset forgets the conversation, /exit ends it"
+
+
+def chat(
+    answerer: Answerer,
+    names: Iterable[str],
+    how: Sampling,
+    task: str | None = None,
+    lines: Iterable[str] | None = None,
+    out: TextIO | None = None,
+) -> None:
+    """Answer each line, by every name in turn; each keeps a conversation of its own."""
+    out = sys.stdout if out is None else out
+    histories: dict[str, list[dict[str, str]]] = {name: [] for name in names}
+    print(f"{', '.join(histories)}: {HELP}", file=out, flush=True)
+    for line in _typed() if lines is None else lines:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            for history in histories.values():
+                history.clear()
+            print("(the conversation is forgotten)", file=out, flush=True)
+        elif text:
+            for name, history in histories.items():
+                _turn(answerer, name, history, text, how, task, out)
+
+
+def _typed() -> Iterable[str]:
+    """What is typed, or comes through a pipe, until it ends."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+
+
+def _turn(
+    answerer: Answerer,
+    name: str,
+    history: list[dict[str, str]],
+    text: str,
+    how: Sampling,
+    task: str | None,
+    out: TextIO,
+) -> None:
+    """One question and its answer. One that fails or is interrupted is not part of the conversation."""
+    question = Question([*history, {"role": "user", "content": text}], task=task)
+    print(f"[{name}] ", end="", file=out, flush=True)
+    try:
+        (answer,) = answerer.answers([question], name, how, _Streamer(answerer.tokenizer, out))
+    except ConfigError as error:
+        print(f"\nerror: {error} {HELP}.", file=out, flush=True)
+        return
+    except KeyboardInterrupt:
+        print("\n(interrupted)", file=out, flush=True)
+        return
+    history += [question.messages[-1], {"role": "assistant", "content": answer}]  # type: ignore[list-item]
+
+
+class _Streamer(TextStreamer):
+    """Transformers' streamer, onto any stream."""
+
+    def __init__(self, tokenizer: object, out: TextIO) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+        self.out = out
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        print(text, end="\n" if stream_end else "", file=self.out, flush=True)
