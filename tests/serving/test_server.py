@@ -19,8 +19,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from monkeyjump.cli.main import main
+from monkeyjump.models import load_model
 from tests.serving.conftest import LONGEST
 from tests.serving.test_answers import PROMPTS, plain
 
@@ -74,6 +76,22 @@ def server(folders: list[Path]) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def client(server: Any) -> Any:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, timeout=WAIT, max_retries=0)
+
+
+def test_the_examples_of_the_page(server: Any, folders: list[Path], base: Path, capsys: Any) -> None:
+    """What docs/serve.md says in Python, with the names and the address of this server."""
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    over_http, by_row = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for said, here in (("127.0.0.1:8000", f"127.0.0.1:{server.port}"), ('"none"', repr(KEY))):
+        over_http = over_http.replace(said, here)
+    exec(over_http.replace('"one"', '"first"').replace('"two"', '"second"'), {})
+    answers = [plain(folder, "Is the sky blue?", 32) for folder in folders]
+    assert capsys.readouterr().out == f"['first', 'second', 'tiny']\n{answers[0]}\n{answers[1]}"
+
+    for name, folder in zip(("one", "two"), folders, strict=True):
+        by_row = by_row.replace(f"runs/{name}/adapter", str(folder))
+    batch = {"input_ids": torch.ones(3, 4, dtype=torch.long), "attention_mask": torch.ones(3, 4, dtype=torch.long)}
+    exec(by_row, {"base_model": load_model(str(base))[0], "batch_of_three": batch})
 
 
 def ask(client: Any, model: str, text: str, tokens: int = 12, **more: Any) -> Any:
