@@ -223,6 +223,9 @@ def test_commands_that_are_printed_can_be_run(
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines() if "│" in line or "major" in line) <= 80
     assert "1 steps of 4 x 1 texts: this will take about" in shown
+    folder = tmp_path / "a b"
+    assert (folder / "adapter" / "expert-usage.png").read_bytes() == (folder / "expert-usage.png").read_bytes()
+    assert (folder / "adapter" / "README.md").read_text().count("](expert-usage.png)") == 1
     next_ = [shlex.split(line)[1:] for line in shown.splitlines() if line.startswith("  monkeyjump ")]
     look, evaluate, train, compare = next_
     adapter = str(tmp_path / "a b" / "adapter")

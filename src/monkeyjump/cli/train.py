@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
         from monkeyjump.analysis.rows import measure_usage
         from monkeyjump.record import RunRecord, write_record
         from monkeyjump.training.run import run as train
+        from monkeyjump.training.saving import show_in_card
 
     recipe.train.report_to += options.report_to or []
     record = RunRecord(kind="train", name=recipe.name, config=recipe.to_dict(), seed=recipe.seed)
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             from monkeyjump.analysis.plots import plot_usage
 
             plot_usage(usage, folder / "expert-usage.png", title=f"Where tokens jump ({recipe.name})")
+            show_in_card(folder / "expert-usage.png", folder / "adapter")
             picture = str(folder / "expert-usage.png")
         except ConfigError as error:  # all the rest is there
             picture = f"none: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,14 @@ def write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> N
         "Scores on tasks: `monkeyjump evaluate path/to/this/folder --tasks NAMES`.\n",
     ]
     write_atomic(recipe.folder / "adapter" / "README.md", "\n\n".join(parts))
+
+
+def show_in_card(picture: Path, adapter: Path) -> None:
+    """Lay a picture of the routing beside the adapter, and show it in the card."""
+    shutil.copyfile(picture, adapter / picture.name)
+    card = adapter / "README.md"
+    shown = f"## Routing\n\n![Which experts the tokens of each task jump to]({picture.name})\n"
+    write_atomic(card, f"{card.read_text(encoding='utf-8')}\n{shown}")
 
 
 def _results(report: EvaluationReport | None) -> list[str]:
