@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from peft.config import PeftConfig
 from peft.utils.peft_types import PeftType
 
+from monkeyjump.card import complete_card
 from monkeyjump.config_options import KINDS, OPTION_NAMES, OptionKinds, place_options, read_options
 from monkeyjump.config_rules import (
     LEARNED_ROUTERS,
@@ -57,22 +58,6 @@ def extend_peft_types(name: str) -> PeftType:
 
 PEFT_TYPE = extend_peft_types("MONKEYJUMP")
 FORMAT = 1  # of a saved adapter, settings and tensors: one more where the same names come to mean something else
-MODEL_CARD_NOTE = """
-## Loading this adapter
-
-This adapter was made with [monkeyjump](https://pypi.org/project/monkeyjump/). Import it before loading, so that PEFT
-knows the method (without it, PEFT stops with `KeyError: 'MONKEYJUMP'`):
-
-```python
-import monkeyjump
-from peft import PeftModel
-
-{base}model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
-```
-
-For a program you cannot edit: `python -m monkeyjump run -- PROGRAM ARGUMENTS`.
-"""
-
 NAMES_OR_PATTERN = ("a list of names or a text", "e.g. ['q_proj', 'v_proj'], or 'all-linear'")
 BLOCKS = (None, 0, "a list of block numbers >= 0", "count blocks from 0")
 
@@ -234,13 +219,9 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         return {**super().to_dict(), "format_version": FORMAT}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the configuration, and tell the reader of the model card which import loading needs."""
+        """Save the configuration, and beside it a card that says what this is and which import loading needs."""
         super().save_pretrained(save_directory, **kwargs)
-        # PEFT has written a card by now; Transformers' own `save_pretrained` writes none.
-        with open(os.path.join(save_directory, "README.md"), "a+", encoding="utf-8") as card:
-            card.seek(0)
-            if "import monkeyjump" not in card.read():
-                card.write(MODEL_CARD_NOTE.format(base=""))
+        complete_card(Path(save_directory), self)  # PEFT has written one by now; Transformers writes none
 
 
 def _take_options_as_keywords(init: Callable[..., None]) -> Callable[..., None]:

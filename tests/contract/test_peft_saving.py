@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import monkeyjump as mj
+from monkeyjump.card import MANIFEST
 from monkeyjump.config import PEFT_TYPE
 from monkeyjump.training.shared import Shared
 from tests.contract.common import centers_of, logits, state_of, train
@@ -223,7 +224,33 @@ def test_card_names_the_import(adapter: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert card.count("import monkeyjump\n") == 1
-    assert "base_model:adapter" in card or "peft" in card
+    assert card.startswith("---\nlibrary_name: peft\n")
+    assert "More Information Needed" not in card
+
+
+@pytest.mark.parametrize("manifest", [None, "", '{"hub_id": "owner/model"}'])
+def test_card_names_no_folder_of_this_machine(adapter: str, manifest: str | None, tmp_path: Path) -> None:
+    """A bundled model says its id on the hub; of another folder nothing is said."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    if manifest is not None:
+        (tmp_path / "base" / MANIFEST).write_text(manifest)
+    model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter=adapter)
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "saved")
+        card = (tmp_path / "saved" / "README.md").read_text()
+        assert str(tmp_path) not in card
+        assert ('\nbase_model: "owner/model"\n' in card) == bool(manifest)
+
+
+def test_a_card_that_somebody_wrote_stays(adapter: str, tmp_path: Path) -> None:
+    model = adapted(adapter=adapter)
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nWhat I made.\n")
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "license: mit" in card
+    assert "# Mine\n\nWhat I made.\n" in card
+    assert card.count("import monkeyjump\n") == 1
 
 
 def test_modules_to_save(adapter: str, tmp_path: Path) -> None:

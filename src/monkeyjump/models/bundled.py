@@ -22,10 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from monkeyjump.card import MANIFEST
 from monkeyjump.errors import ConfigError, require
 from monkeyjump.models.hub import hub_reachable, why_unreachable
-
-MANIFEST = "monkeyjump.json"  # written last: a folder with it is complete
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monkeyjump.config import MODEL_CARD_NOTE, MonkeyJumpConfig
+from monkeyjump.card import LOADING, listed, settings_of, settings_table
+from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.evaluation.load import RECIPE_FILE, read_saved_recipe
 from monkeyjump.evaluation.report import EvaluationReport, percent, span
 from monkeyjump.models import published_name, resolve
@@ -49,13 +50,9 @@ def write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> N
     settings = {
         "base model": f"{base} ({origin['architecture']}, {origin['parameters']:,} parameters{revision})",
         "method": f"{recipe.method} (preset {recipe.preset})",
-        "adapter": f"{config.adapter}, rank {config.r}, alpha {config.alpha:g}, dropout {config.dropout:g}",
-        "adapted modules": _listed(config.target_modules),
-        "always on": _listed(config.shared_modules),
-        "routing": f"{config.router} by {config.granularity}, top-k {config.top_k}, "
-        f"temperature {config.temperature:g}, placement {config.placement}",
+        **settings_of(config),
         "parameters": str(result.parameters),
-        "tasks": _listed(recipe.tasks),
+        "tasks": listed(recipe.tasks),
         "training": f"learning rate {recipe.train.lr:g}, "
         f"{recipe.train.batch_size} x {recipe.train.accumulation} texts a step, seed {recipe.seed}",
     }
@@ -67,11 +64,11 @@ def write_card(result: RunResult, recipe: Recipe, config: MonkeyJumpConfig) -> N
         "\n".join(["---", *metadata, f"tags: [monkeyjump, peft, {recipe.method}]", "---"]),
         f"# {recipe.name}",
         f"An adapter for {base}.",
-        Table("", ["setting", "value"], [[name, value] for name, value in settings.items()], left=2).markdown(),
+        settings_table(settings),
         *_results(result.report),
         "## Training data",
         Table("", ["task", "split", "rows", "from", "sha256"], sources, left=5).markdown(),
-        MODEL_CARD_NOTE.format(base=loading).strip(),
+        LOADING.format(base=loading).strip(),
         "Scores on tasks: `monkeyjump evaluate path/to/this/folder --tasks NAMES`.\n",
     ]
     write_atomic(recipe.folder / "adapter" / "README.md", "\n\n".join(parts))
@@ -92,10 +89,6 @@ def _results(report: EvaluationReport | None) -> list[str]:
     ]
     table = Table("", ["task", "metric", "n", "base model", "adapter", "95 %"], rows, left=2)
     return ["## Results", f"Test scores x 100: {report.title}.", table.markdown()] if report else []
-
-
-def _listed(names: list[str] | str | None) -> str:
-    return names if isinstance(names, str) else ", ".join(Path(name).name for name in names or ()) or "none"
 
 
 def saved_recipe(folder: Path) -> Recipe | None:
