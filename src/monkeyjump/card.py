@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def complete_card(folder: Path, config: MonkeyJumpConfig) -> None:
 def _published(base: str | None) -> str | None:
     """The id of a base model on the hub; None for a folder of this machine that says no id."""
     folder = Path(base or "").expanduser()
-    if not base or not folder.exists():
+    if not base or not os.path.exists(folder):  # of a name that is too long, this is false
         return base
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["hub_id"] or None

@@ -139,3 +139,9 @@ def test_methods_counts_on_a_shape(capsys: pytest.CaptureFixture[str], monkeypat
     assert main(["methods", "--about", "hydra"]) == 2
     assert main(["methods", "--model", "tiny", "--preset", "published", "--targets", "nothing"]) == 0
     assert "names 'nothing'" in " ".join(capsys.readouterr().out.split())  # said once for all methods, wrapped
+
+
+@pytest.mark.parametrize("words", [["validate"], ["evaluate"], ["inspect"], ["generate", "Hi."]])
+def test_a_name_that_no_file_can_have(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([words[0], "x" * 5000, *words[1:]]) == 2
+    assert capsys.readouterr().err.startswith("error: ")

@@ -143,6 +143,7 @@ def test_no_way_to_the_default_says_what_was_tried(cache: Path, monkeypatch: pyt
         ("owner/model", r"the hub cannot be used \(HF_HUB_OFFLINE is set\).*Go online once"),
         ("/no/such/place", "no such file or folder"),
         ("model.gguf", "no such file or folder"),
+        (f"./{'long' * 2000}", "no such file or folder"),
     ],
 )
 def test_names_that_lead_nowhere(cache: Path, name: str, message: str) -> None:

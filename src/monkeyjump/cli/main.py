@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import sys
@@ -73,6 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader of a pipe went away
         return 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {str(error.filename)[:200]!r}... is too long for the name of a file.", file=sys.stderr)
+        return 2
 
 
 _format_of_python = warnings.formatwarning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,12 +52,12 @@ def resolve(name: str = DEFAULT_MODEL, revision: str | None = None) -> ResolvedM
     """Find a model. The bundled default is fetched if it is not there yet; a hub id is only checked."""
     path = Path(name).expanduser()
     # `.../models/smollm2-135m` is what an adapter made on another machine remembers as its base model
-    moved = path.name in BUNDLED and path.parent.name == "models" and not path.exists()
+    moved = path.name in BUNDLED and path.parent.name == "models" and not os.path.exists(path)
     if name in BUNDLED or moved:
         return ResolvedModel(path.name, "bundled", str(ensure(BUNDLED[path.name])), local_files_only=True)
-    if path.is_file():
+    if os.path.isfile(path):  # unlike the methods of a path, these say no to a name that is too long for a file
         return _from_file(name, path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _from_folder(name, path)
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         raise _problem(f"model {name!r} looks like a path, and there is no such file or folder. Check the path.")
