@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 
+from monkeyjump.serving.answers import small_batches
 from tests.helpers import adapted, disturb, mj_config, tiny_llama, token_ids, wrap
 from tests.methods.common import config_of, spread
 
 LENGTHS = (4, 9, 30, 7, 3, 17, 12, 5)
 # few tokens at once: prompts are read in parts, beside others that are already being answered
-SMALL: dict[str, Any] = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 24}
+SMALL = {"page": 16, "pages": 64, "tokens": 24}
 HOW = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=100, pad_token_id=0)
 
 
@@ -22,7 +23,7 @@ def batched(model: Any) -> list[Any]:
     found = model.get_base_model().generate_batch(
         prompts,
         generation_config=HOW,
-        continuous_batching_config=ContinuousBatchingConfig(**SMALL),
+        continuous_batching_config=small_batches(**SMALL),
         progress_bar=False,
     )
     return list(found.values())

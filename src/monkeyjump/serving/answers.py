@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.load import Adapters, load_adapters
@@ -158,6 +158,13 @@ def _shown(adapters: Adapters) -> str:
     path = Path(adapters.base_name).expanduser()
     name = path.name if path.exists() else adapters.base_name
     return f"{name} (base)" if name in adapters.named else name
+
+
+def small_batches(page: int, pages: int, tokens: int) -> ContinuousBatchingConfig:
+    """So many pages of so many tokens for keys and values, and so many tokens in one forward."""
+    name = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # of 5.17
+    sizes: dict[str, int] = {name: page, "num_blocks": pages, "max_batch_tokens": tokens}
+    return ContinuousBatchingConfig(**sizes)  # type: ignore[arg-type]
 
 
 def load(paths: Sequence[str | Path], base: str | None = None) -> Answerer:

@@ -10,7 +10,7 @@ from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.serving.answers import Answerer, Sampling
+from monkeyjump.serving.answers import Answerer, Sampling, small_batches
 from monkeyjump.tuner.block_list import by_row
 
 CPU_TOKENS = 65_536  # of all requests together, for which continuous batching keeps keys and values on a CPU
@@ -37,7 +37,7 @@ class RaggedBatch(OneThread):
     def __init__(self, answerer: Answerer, name: str, config: ContinuousBatchingConfig | None = None) -> None:
         if config is None and answerer.device.type == "cpu":  # else Transformers would take most of the memory
             tokens = max(CPU_TOKENS, answerer.prompts.limit)
-            config = ContinuousBatchingConfig(page_size=64, num_blocks=-(-tokens // 64), max_batch_tokens=1024)
+            config = small_batches(page=64, pages=-(-tokens // 64), tokens=1024)
         super().__init__(continuous_batching=True, cb_config=config)
         peft_name, model, base = answerer.peft_name(name), answerer.model, answerer.model.get_base_model()
         adapter = model.peft_config.get(peft_name)
