@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -126,6 +127,18 @@ def test_the_mean_over_tasks_is_the_mean_of_their_gates() -> None:
     for path, gate in mean.items():
         assert (gate is None) == path.endswith(("o_proj", "gate_proj"))
         assert gate is None or torch.allclose(gate, torch.tensor([1 / 3]))
+
+
+@pytest.mark.parametrize("names", [("..", "tense"), ("a/b", "a-b")])
+def test_names_of_tasks_that_give_no_folder_each(names: tuple[str, str], home: Path, tmp_path: Path) -> None:
+    """They come with the adapter, which may be a stranger's."""
+    shutil.copytree(home / "task" / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "recipe.json"
+    recipe = json.loads(file.read_text())
+    recipe["origin"]["task_ids"] = {name: number for number, name in enumerate(names)}
+    file.write_text(json.dumps(recipe | {"model": str(home / "tiny")}))
+    assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "out" / "in"), "--as", "lora"]) == 2
+    assert not list((tmp_path / "out").rglob("adapter_config.json"))
 
 
 def test_task_folders_load_where_the_package_is_not(home: Path, tmp_path: Path) -> None:

@@ -77,7 +77,9 @@ def test_a_file_is_answered_and_gone_on_with(
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows: list[Any] = [{"prompt": text} for text in PROMPTS]
     rows[1] = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, *_user("Go")]}
-    source.write_text("\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    rows[3] = {"prompt": "1\u2028+\x85 1"}  # ends of lines for Python, not for JSON
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    source.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     words = ["generate", str(folders[0]), "--file", str(source), "--out", str(out), "--max-tokens", "6", "--batch", "3"]
     words.append("--with-base")
     assert main(words) == 0

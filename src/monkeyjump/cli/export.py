@@ -122,6 +122,12 @@ def _exact(model: Any, out: Path, wanted: str | None, source: str) -> None:
     if unknown and known:
         hints = [f"--tasks: no task {name!r} of this adapter.{did_you_mean(name, list(known))}" for name in unknown]
         raise ConfigError([*hints, f"It has {', '.join(known)}."], title="cannot export")
+    files = {_file_name(task) for task in names}
+    if len(files) < len(names) or not all(name.strip(".") for name in files):  # names come with the adapter
+        raise ConfigError(
+            f"the tasks {', '.join(map(repr, names))} do not give a folder each. Name some of them with --tasks.",
+            title="cannot export",
+        )
     if unknown:
         raise ConfigError("--tasks: tasks decide nothing in this adapter, which is one LoRA: drop it.")
     for task in names:

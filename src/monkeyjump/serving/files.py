@@ -83,7 +83,7 @@ def read_rows(path: Path) -> list[Row]:
     """The questions of a file; everything that is wrong with it is told at once."""
     rows, problems = [], []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file {str(path)!r} cannot be read ({error}).", title="questions") from error
     for number, line in enumerate(lines, start=1):
@@ -119,7 +119,7 @@ def done_rows(out: Path, rows: list[Row], with_base: bool) -> int:
     content = out.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     columns = {"answer", "base"} if with_base else {"answer"}
-    lines = whole.decode("utf-8", "replace").splitlines()
+    lines = whole.decode("utf-8", "replace").split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:
             found = json.loads(line)
