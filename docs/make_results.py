@@ -1,12 +1,13 @@
 """The tables of docs/results.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `study`, `map`, or `claims`, which has no name: every claim of the paper
-that a study tests, and what became of it.
+KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, or `claims`, which has no name: every claim of
+the paper that a study tests, and what became of it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from statistics import fmean
@@ -115,6 +116,25 @@ def _map(records: Path, name: str) -> Table:
     return Table("", ["cue", "conflict", "rules", "rank", *metrics["methods"]], rows)
 
 
+def _pictures(records: Path, name: str) -> Table:
+    """A line for each variant of benchmarks/pictures.py: its tasks in per cent, and MJ-LoRA's mean less its own."""
+    record = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
+    tasks, probe = list(record["probe"]), record["probe"]
+    rows = []
+    for word in ("chance", "probe"):
+        known = [f"{probe[task][word]:.1f}" if word in probe[task] else "" for task in tasks]
+        rows.append([{"chance": "majority", "probe": "linear probe"}[word], *known, "", ""])
+    routed = [run["mean"] for run in record["runs"]["mjlora"]]
+    others = [variant for variant in record["runs"] if variant != "mjlora"]
+    means = {variant: [run["mean"] for run in runs] for variant, runs in record["runs"].items()}
+    p_values = dict(zip(others, holm([paired_difference(routed, means[v]).p_value for v in others]), strict=True))
+    for variant, runs in record["runs"].items():
+        cells = [f"{100 * fmean(run['tasks'][task] for run in runs):.1f}" for task in tasks]
+        less = _against(routed, means[variant], p_values[variant]) if variant in p_values else ""
+        rows.append([variant, *cells, _percent(means[variant]), less])
+    return Table("", ["", *(task.removesuffix("_set") for task in tasks), "mean", "mjlora less this"], rows)
+
+
 def _claims(records: Path, name: str) -> Table:
     """Every claim that a study tests; `study-NAME.json` is its record."""
     rows = []
@@ -131,7 +151,7 @@ def _claims(records: Path, name: str) -> Table:
     return Table("", ["study", "the paper", "here, points with 95 % interval", "verdict"], rows, left=4)
 
 
-TABLES = {"methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "claims": _claims}
+TABLES = {"methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "pictures": _pictures, "claims": _claims}
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def test_the_sdist_has_every_file(built: Path) -> None:
 def test_the_wheel_works_alone(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    shown = run(USE, tmp_path, tmp_path / "site", PYTHONPATH=str(tmp_path / "site"))
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(path) != ROOT / "src"]
+    shown = run(USE, tmp_path, tmp_path / "site", PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), *others]))
     assert '"properties"' in shown
 
 

@@ -18,7 +18,7 @@ METHODS = ["mjlora", "hydralora", "mola", "moa", "mixlora"]
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    return model(token_ids(2, 6)).logits
+    return model(token_ids(2, 6).to(model.device)).logits
 
 
 def model_of(method: str) -> Any:
@@ -79,7 +79,7 @@ def test_one_expert_of_one_block(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_kernels_do_without_it_too(method: str) -> None:
     """Projections that read one tensor ask for their gates together, which is another way through a router."""
-    model = model_of(method)
+    model = model_of(method).to("cuda" if torch.cuda.is_available() else "cpu")
     with mj.record_routing(model) as trace, dispatch.implementation("triton"):
         before = logits(model)
     with mj.knock_out(model, {key: trace.experts(key)[:1] for key in trace.blocks()}):

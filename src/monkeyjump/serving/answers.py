@@ -21,6 +21,7 @@ from monkeyjump.evaluation.load import Adapters, load_adapters
 from monkeyjump.evaluation.prompts import Messages, Prompts
 from monkeyjump.evaluation.score import end_ids
 from monkeyjump.registry import did_you_mean
+from monkeyjump.serving.decoding import Decoding
 from monkeyjump.tasks.media import Media
 from monkeyjump.tuner.mixed_batch import BASE
 
@@ -72,6 +73,7 @@ class Answerer:
         self.device = self.model.get_input_embeddings().weight.device
         self.ends = sorted(end_ids(self.model, self.tokenizer))
         self.pad = self.ends[0] if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        self.decoding = Decoding(self.model, self.pad)
 
     @property
     def names(self) -> list[str]:
@@ -111,11 +113,14 @@ class Answerer:
         width = inputs["input_ids"].shape[1]
         settings = self.settings(how, self.prompts.limit - width)
         adapter_names = [self.peft_name(name)] * len(questions)
-        with torch.inference_mode():
-            found = self.model.generate(
-                **inputs, generation_config=settings, adapter_names=adapter_names, streamer=streamer
-            )
+        found = self.generate(adapter_names, **inputs, generation_config=settings, streamer=streamer)
         return self.tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
+
+    def generate(self, adapter_names: list[str], streamer: Any = None, **given: Any) -> Any:
+        """`generate` of the model for rows of these adapters, with recorded steps where that can be."""
+        how = self.decoding.arguments(adapter_names, streamer)
+        with torch.inference_mode():
+            return self.model.generate(**given, **how, adapter_names=adapter_names, streamer=streamer)
 
     def prompt_ids(self, question: Question) -> list[int]:
         """The ids of a prompt that leaves room for an answer."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
@@ -91,7 +91,10 @@ class ModelOfRequest:
     """The model as one request sees it: `generate` with its adapter, its seed and its end."""
 
     def __init__(self, answerer: Answerer, asked: ChatRequest, stop: Stop) -> None:
-        self.answerer, self.stop, self.seed = answerer, stop, asked.seed
+        self.answerer, self.seed = answerer, asked.seed
+        self.criteria = StoppingCriteriaList([stop])
+        if asked.stop:
+            self.criteria.append(StopStringCriteria(answerer.tokenizer, asked.stop))
         self.adapter_names = [answerer.peft_name(asked.model)]
         task = answerer.task_id(asked.model, asked.task)
         self.extra = {} if task is None else {"task_ids": torch.tensor([task], device=answerer.device)}
@@ -102,12 +105,8 @@ class ModelOfRequest:
     def generate(self, **given: Any) -> Any:
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        criteria = StoppingCriteriaList([self.stop])
         try:
-            with torch.inference_mode():
-                return self.answerer.model.generate(
-                    **given, **self.extra, adapter_names=self.adapter_names, stopping_criteria=criteria
-                )
+            return self.answerer.generate(self.adapter_names, **given, **self.extra, stopping_criteria=self.criteria)
         except Exception as error:
             if type(error).__name__ != "_GenerationCancelled":  # how Transformers' streamer ends a generation
                 log.exception("a generation failed")
@@ -159,8 +158,6 @@ class Completion(ChatCompletionHandler):
         settings = self.answerer.settings(Sampling(wanted, asked.temperature or 0.0), most)
         if asked.top_p is not None and settings.do_sample:
             settings.top_p = asked.top_p
-        if asked.stop:
-            settings.stop_strings = asked.stop
         if use_cb:
             settings.use_cache = False
         return settings
