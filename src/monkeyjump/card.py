@@ -63,7 +63,7 @@ def complete_card(folder: Path, config: MonkeyJumpConfig) -> None:
         if "import monkeyjump" not in text:
             write_atomic(path, text + LOADING.format(base=""))
         return
-    base = _published(config.base_model_name_or_path)
+    base = published(config.base_model_name_or_path)
     metadata = ["library_name: peft", *([f"base_model: {json.dumps(base)}"] if base else [])]
     metadata += ["pipeline_tag: text-generation"] if config.task_type == "CAUSAL_LM" else []
     parts = [
@@ -75,12 +75,13 @@ def complete_card(folder: Path, config: MonkeyJumpConfig) -> None:
     write_atomic(path, "\n\n".join(parts))
 
 
-def _published(base: str | None) -> str | None:
-    """The id of a base model on the hub; None for a folder of this machine that says no id."""
+def published(base: str | None) -> str | None:
+    """The name of a base model on any machine, its id on the hub; None for a folder of this machine that says none."""
     folder = Path(base or "").expanduser()
     if not base or not os.path.exists(folder):  # of a name that is too long, this is false
         return base
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["hub_id"] or None
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return found["hub_id"] or found["name"]
     except (OSError, ValueError, KeyError, TypeError):
         return None

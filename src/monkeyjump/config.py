@@ -16,7 +16,7 @@ from typing import Any
 from peft.config import PeftConfig
 from peft.utils.peft_types import PeftType
 
-from monkeyjump.card import complete_card
+from monkeyjump.card import complete_card, published
 from monkeyjump.config_options import KINDS, OPTION_NAMES, OptionKinds, place_options, read_options
 from monkeyjump.config_rules import (
     LEARNED_ROUTERS,
@@ -219,8 +219,16 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
         return {**super().to_dict(), "format_version": FORMAT}
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the configuration, and beside it a card that says what this is and which import loading needs."""
-        super().save_pretrained(save_directory, **kwargs)
+        """Save the configuration, and beside it a card that says what this is and which import loading needs.
+
+        A base model that this library keeps in its cache is named as other machines know it, not by its folder here.
+        """
+        here = self.base_model_name_or_path
+        self.base_model_name_or_path = published(here) or here
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        finally:
+            self.base_model_name_or_path = here
         complete_card(Path(save_directory), self)  # PEFT has written one by now; Transformers writes none
 
 

@@ -240,6 +240,9 @@ def test_card_names_no_folder_of_this_machine(adapter: str, manifest: str | None
         card = (tmp_path / "saved" / "README.md").read_text()
         assert str(tmp_path) not in card
         assert ('\nbase_model: "owner/model"\n' in card) == bool(manifest)
+        written = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == ("owner/model" if manifest else str(tmp_path / "base"))
+        assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")  # it lies there still
 
 
 def test_a_card_that_somebody_wrote_stays(adapter: str, tmp_path: Path) -> None:
