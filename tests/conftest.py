@@ -21,12 +21,14 @@ SLOW = (
     *("contract/test_trainer.py", "contract/test_trl.py", "equivalence/test_generation.py", "evaluation/test_run.py"),
     *("equivalence/test_sharded.py", "equivalence/test_distributed.py", "equivalence/test_uneven_ranks.py"),
     *("equivalence/test_other_parallelism.py", "explorer/test_browser.py", "test_export.py"),
-    *("test_docs.py", "test_examples.py", "test_packaging.py"),
+    *("test_docs.py", "test_examples.py", "test_imports.py", "test_notebooks.py", "test_packaging.py"),
+    *("adapters/test_brought.py", "equivalence/test_continuous_batching.py", "equivalence/test_save_load.py"),
+    *("equivalence/test_mixed_batches.py", "evaluation/test_decode.py", "ops/test_route_kernel.py"),
     *("faults/test_kills.py", "faults/test_long_runs.py", "faults/test_malformed.py"),
     *("methods/test_kernels.py", "methods/test_trainers.py", "models/test_default_model.py"),
     *("ops/test_kernel_lora.py", "ops/test_offline_compilation.py", "ops/test_router_logits.py"),
     *("ops/test_scale_kernel.py", "tuner/test_compile_generation.py", "tuner/test_dtypes.py", "tuner/test_packing.py"),
-    *("serving/test_server.py", "tuner/test_sharing.py", "tuner/test_sharing_limits.py"),
+    *("serving", "tasks/test_mixture.py", "tuner/test_sharing.py", "tuner/test_sharing_limits.py"),
 )
 TESTS = Path(__file__).parent
 

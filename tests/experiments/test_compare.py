@@ -44,6 +44,7 @@ class FakeRuns:
         self.settings: list[dict[str, Any]] = []
         self.tested: list[str] = []
         self.diverge: set[float] = set()  # rates at which training blows up
+        self.kept = True  # whether adapters stay on disk
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
         monkeypatch.setattr(module.Shared, "give_back", lambda *args: None)
@@ -56,6 +57,9 @@ class FakeRuns:
         lr = recipe.train.lr
         self.settings.append(recipe.adapter)
         self.asked.append((recipe.method, lr, recipe.seed, test))
+        if self.kept:
+            (recipe.folder / "adapter").mkdir(parents=True, exist_ok=True)
+            (recipe.folder / "adapter" / "adapter_model.safetensors").touch()
         if recipe.method.endswith("_uniform"):
             self.gates.append(recipe.adapter["uniform_gate"])
         return SimpleNamespace(
@@ -137,6 +141,13 @@ def test_a_rate_at_which_training_diverged_is_not_chosen(fakes: FakeRuns, tmp_pa
     fakes.diverge = {1e-3, 2e-3}
     assert compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path / "b").best_lr("lora") == 2e-3
     assert fakes.tested == ["lora"]  # what diverged was trained again: it may be no adapter that loads
+    assert fakes.asked[-1] == ("lora", 2e-3, 0, True)
+
+
+def test_a_run_whose_adapter_was_deleted_is_made_again(fakes: FakeRuns, tmp_path: Path) -> None:
+    fakes.kept = False
+    compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path)
+    assert fakes.tested == []
     assert fakes.asked[-1] == ("lora", 2e-3, 0, True)
 
 

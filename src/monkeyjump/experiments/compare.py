@@ -106,9 +106,10 @@ def run_here(comparison: Comparison, output: Path, wanted: Wanted) -> None:
 
 
 def make_cell(recipe: Recipe, test: bool, shared: Shared) -> RunRecord:
-    """Train and score, and write the record. What the search has trained is only scored on test."""
+    """Train and score, and write the record. What the search has trained, and what is still there, is only scored."""
     searched = finished(recipe, test=False) if test else None
-    if searched is not None and searched.metrics.get("diverged_at") is None:  # one that diverged cannot be loaded
+    there = (recipe.folder / "adapter" / "adapter_model.safetensors").is_file()
+    if searched is not None and there and searched.metrics.get("diverged_at") is None:  # what diverged cannot be loaded
         searched.metrics |= _test_metrics(_tested(recipe, shared))
         write_record(searched, recipe.folder / CELL)
         return searched
