@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
@@ -17,9 +18,10 @@ from monkeyjump.analysis.changed_models import (
     permute_experts,
 )
 from monkeyjump.analysis.collect import collect
-from monkeyjump.analysis.rows import Rows, rows_of_tasks
+from monkeyjump.analysis.rows import Rows, mean_gate, rows_of_tasks
 from monkeyjump.analysis.theory import check_ranks, groups
 from monkeyjump.tasks.encode import Encoder
+from monkeyjump.training.recipe import Recipe
 from tests.evaluation.toys import TASKS, add_adapter, make_model, make_tokenizer
 from tests.helpers import adapter_tensors, assert_same, disturb
 
@@ -28,6 +30,17 @@ from tests.helpers import adapter_tensors, assert_same, disturb
 def rows() -> dict[str, Rows]:
     encoder = Encoder(make_tokenizer(), {task.name: place for place, task in enumerate(TASKS)}, max_length=256)
     return rows_of_tasks(encoder, TASKS, 6, None, seed=0)
+
+
+def test_the_mean_gate_is_that_of_all_tokens(model: Any, rows: dict[str, Rows]) -> None:
+    recipe = Recipe(data={"max_length": 256})  # type: ignore[arg-type]
+    found = mean_gate(model, make_tokenizer(), TASKS, recipe, rows=6)
+    usage, tokens = collect(model, rows).usage, []
+    for some in rows.values():
+        tokens.append(sum(int(batch["attention_mask"].sum()) for batch in some))
+    by_task = [[gate for load in loads.values() for gate in load.mean_gate] for loads in usage.loads.values()]
+    assert found == pytest.approx(np.average(np.mean(by_task, 1), weights=tokens))
+    assert mean_gate(make_model(), make_tokenizer(), TASKS, recipe) is None
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class FakeRuns:
         monkeypatch.setattr(module.Shared, "take", lambda *args: (None, None))
         monkeypatch.setattr(module, "load_adapter", lambda *args, **kwargs: (None, None))
         monkeypatch.setattr(module, "score_on_test", self.test)
-        monkeypatch.setattr(module, "measure_usage", lambda *args, **kwargs: SimpleNamespace(mean_gate=0.25))
+        monkeypatch.setattr(module, "mean_gate", lambda *args: 0.25)
 
     def run(self, recipe: Recipe, *, overwrite: bool, test: bool, shared: Any) -> Any:
         lr = recipe.train.lr

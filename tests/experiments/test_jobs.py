@@ -178,7 +178,14 @@ def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFi
         path.parent.relative_to(tmp_path / "one") for path in (tmp_path / "one").glob("cells/*/*/*/record.json")
     )
     assert len(cells) == 4
-    timed = {"train_seconds", "steps_per_second", "compile_seconds", "graphs", "peak_memory_bytes"}
+    timed = {
+        "train_seconds",
+        "validation_seconds",
+        "steps_per_second",
+        "compile_seconds",
+        "graphs",
+        "peak_memory_bytes",
+    }
     for cell in cells:
         assert_same_adapter(tmp_path / "one" / cell, tmp_path / "two" / cell)
         one, two = (json.loads((tmp_path / side / cell / "record.json").read_text()) for side in ("one", "two"))

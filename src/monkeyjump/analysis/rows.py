@@ -94,7 +94,23 @@ def measure_usage(
     """Where the tokens of up to `rows` test rows of each task go; None for a model that does not route."""
     if not routes(model):
         return None
+    usage = collect(model, _test_rows(tokenizer, tasks, recipe, rows)).usage
+    return usage if usage.blocks else None
+
+
+def mean_gate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, rows: int = 32) -> float | None:
+    """Over all tokens of these rows, blocks and experts, zeros included: in few forwards, since tasks share batches."""
+    if not routes(model):
+        return None
+    found = list(_test_rows(tokenizer, tasks, recipe, rows).values())
+    if not found:
+        return None
+    together = Rows([sequence for each in found for sequence in each.sequences], found[0].collate)
+    usage = collect(model, {"all": together}).usage
+    return usage.mean_gate if usage.blocks else None
+
+
+def _test_rows(tokenizer: Any, tasks: list[Task], recipe: Recipe, rows: int) -> dict[str, Rows]:
     ids = {task.name: index for index, task in enumerate(tasks)}
     encoder = Encoder(tokenizer, ids, **encoding(recipe))
-    usage = collect(model, rows_of_tasks(encoder, tasks, rows, recipe.data.folder, recipe.seed)).usage
-    return usage if usage.blocks else None
+    return rows_of_tasks(encoder, tasks, rows, recipe.data.folder, recipe.seed)

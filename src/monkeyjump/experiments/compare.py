@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from monkeyjump import methods as presets
-from monkeyjump.analysis.rows import measure_usage
+from monkeyjump.analysis.rows import mean_gate
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.run import EvaluationReport, load_adapter
 from monkeyjump.experiments.comparison import Comparison, Wanted
@@ -206,8 +206,7 @@ def _run_cell(recipe: Recipe, test: bool, shared: Shared) -> dict[str, Any]:
         "router": result.parameters.router,
         **result.measurements,
     }
-    usage = measure_usage(result.model, result.tokenizer, result.tasks, recipe, rows=32)
-    metrics["mean_gate"] = None if usage is None else usage.mean_gate
+    metrics["mean_gate"] = mean_gate(result.model, result.tokenizer, result.tasks, recipe)
     if result.report is not None:
         metrics |= _test_metrics(result.report)
     shared.give_back(result.model, result.tokenizer)

@@ -238,6 +238,7 @@ def _measurements(trainer: TaskTrainer, seconds: float, fast: FastReport) -> dic
         "steps": steps,
         "ranks": trainer.args.world_size,
         "train_seconds": round(seconds, 2),
+        "validation_seconds": round(trainer.validation_seconds, 2),
         "steps_per_second": round(steps / seconds, 4) if seconds else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         "final_loss": losses[-1] if losses else None,

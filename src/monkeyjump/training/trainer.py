@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class TaskTrainer(Trainer):
     ) -> None:
         self._sampler = data.sampler
         self._recent = next((each.recent for each in callbacks if isinstance(each, NotFinite)), Recent(maxlen=0))
-        self._scorer = scorer
+        self._scorer, self.validation_seconds = scorer, 0.0
         # The Trainer wants an evaluation set whenever it evaluates; `evaluate` below has its own.
         super().__init__(
             model=model,
@@ -70,8 +71,10 @@ class TaskTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         model = self.accelerator.unwrap_model(self.model)
+        started = time.perf_counter()
         # Every rank scores, since weights may be spread over the ranks; all go by the numbers of the first.
         found = [self._scorer(model)]
+        self.validation_seconds += time.perf_counter() - started
         broadcast_object_list(found)
         scores = {f"{metric_key_prefix}_{name}": value for name, value in found[0].items()}
         self.log(scores)
