@@ -179,6 +179,29 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "visual"), "--max-tokens", "8", *files]) == 0
     found = [json.loads(line)["answer"] for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [answer + "\n" for answer in found] == answers
+    (tmp_path / "text.png").write_text("no picture")
+    talk = ["What?", f"/image {tmp_path / 'text.png'}", f"/image {tmp_path / 'none.png'}"]
+    talk += [f"/image {tmp_path / 'blue.png'}", "What?", "/reset", "What?"]
+    out = io.StringIO()
+    chat(load([tmp_path / "visual"]), ["visual"], Sampling(8), image=str(tmp_path / "red.png"), lines=talk, out=out)
+    said = out.getvalue()
+    assert [f"{answer}\n" for answer in found] == [part.partition("(")[0] for part in _said(said)[:2]]
+    assert _said(said)[2] not in answers  # without a picture
+    assert said.count("error: ") == 2
+    assert "(the conversation is about blue.png)" in said
+
+
+def _said(text: str) -> list[str]:
+    return [part.partition("error: ")[0] for part in text.split("[visual] ")[1:]]
+
+
+def test_a_conversation_about_a_picture_needs_a_model_that_sees(answerer: Answerer, tmp_path: Path) -> None:
+    out = io.StringIO()
+    chat(answerer, ["first"], HOW, lines=["/image x.png"], out=out)
+    assert "reads no pictures" in out.getvalue()
+    assert "/image" not in out.getvalue()
+    with pytest.raises(mj.ConfigError, match="reads no pictures"):
+        chat(answerer, ["first"], HOW, image="x.png", lines=[], out=out)
 
 
 def test_a_conversation(answerer: Answerer, folders: list[Path], base: Path) -> None:

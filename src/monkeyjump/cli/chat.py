@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
     answerer = load([options.adapter], options.base)
     answerer.task_id(answerer.names[0], options.task)  # an adapter that needs a task says so before the first turn
     try:
-        chat(answerer, answerer.names if options.with_base else answerer.names[:1], how, options.task)
+        chat(answerer, answerer.names if options.with_base else answerer.names[:1], how, options.task, options.image)
     except KeyboardInterrupt:  # at the prompt
         print()
     return 0

@@ -13,6 +13,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, the most likely token")
     parser.add_argument("--task", help="task of the prompts, for an adapter that routes by task")
+    parser.add_argument("--image", metavar="FILE", help="a picture before the prompt, for models that read pictures")
     parser.add_argument("--with-base", action="store_true", help="the base model's answer beside the adapter's")
     parser.add_argument("--base", metavar="MODEL", help="base model, where the adapter does not say")
 
@@ -20,7 +21,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", help="folder of a saved adapter")
     parser.add_argument("prompt", nargs="?", help="what is asked")
-    parser.add_argument("--image", metavar="FILE", help="a picture before the prompt, for models that read pictures")
     parser.add_argument("--file", metavar="IN.jsonl", help='lines such as {"prompt": "..."} instead of one prompt')
     parser.add_argument("--out", metavar="OUT.jsonl", help="answers of --file; what it holds already is not done again")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="lines of --file at once (default: 8)")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
 
 from transformers import TextStreamer
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.serving.answers import Answerer, Question, Sampling
+from monkeyjump.tasks.media import Media
 
 HELP = "/reset forgets the conversation, /exit ends it"
+PICTURES = "/image FILE begins one about a picture, "
 
 
 def chat(
@@ -19,24 +22,41 @@ def chat(
     names: Iterable[str],
     how: Sampling,
     task: str | None = None,
+    image: str | None = None,
     lines: Iterable[str] | None = None,
     out: TextIO | None = None,
 ) -> None:
-    """Answer each line, by every name in turn; each keeps a conversation of its own."""
+    """Answer each line, by every name in turn; each keeps a conversation of its own. A picture stands before it."""
     out = sys.stdout if out is None else out
     histories: dict[str, list[dict[str, str]]] = {name: [] for name in names}
-    print(f"{', '.join(histories)}: {HELP}", file=out, flush=True)
+    media = () if image is None else _picture(answerer, image)
+    sees = "" if answerer.prompts.pictures is None else PICTURES
+    print(f"{', '.join(histories)}: {sees}{HELP}", file=out, flush=True)
     for line in _typed() if lines is None else lines:
         text = line.strip()
         if text == "/exit":
             return
-        if text == "/reset":
+        if text == "/reset" or text.startswith("/image "):
+            try:
+                media = () if text == "/reset" else _picture(answerer, text.removeprefix("/image ").strip())
+            except ConfigError as error:
+                print(f"error: {error}", file=out, flush=True)
+                continue
             for history in histories.values():
                 history.clear()
-            print("(the conversation is forgotten)", file=out, flush=True)
+            said = f"is about {Path(str(media[0].content)).name}" if media else "is forgotten"
+            print(f"(the conversation {said})", file=out, flush=True)
         elif text:
             for name, history in histories.items():
-                _turn(answerer, name, history, text, how, task, out)
+                question = Question([*history, {"role": "user", "content": text}], media, task)
+                _turn(answerer, name, history, question, how, out)
+
+
+def _picture(answerer: Answerer, path: str) -> tuple[Media, ...]:
+    """A picture that the model can read."""
+    media = (Media("image", str(Path(path).expanduser())),)
+    answerer.prompts.ids([{"role": "user", "content": ""}], media)  # refuses what is none, and models that read none
+    return media
 
 
 def _typed() -> Iterable[str]:
@@ -52,13 +72,11 @@ def _turn(
     answerer: Answerer,
     name: str,
     history: list[dict[str, str]],
-    text: str,
+    question: Question,
     how: Sampling,
-    task: str | None,
     out: TextIO,
 ) -> None:
     """One question and its answer. One that fails or is interrupted is not part of the conversation."""
-    question = Question([*history, {"role": "user", "content": text}], task=task)
     print(f"[{name}] ", end="", file=out, flush=True)
     try:
         (answer,) = answerer.answers([question], name, how, _Streamer(answerer.tokenizer, out))
