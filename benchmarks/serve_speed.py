@@ -4,9 +4,8 @@
 
 Random weights of a model's shape, MJ-LoRA with token routing, greedy answers that do not end early. The server runs in
 this process and the clients in another, OpenAI's own; each client asks one question after another. `in turns` is the
-server as it starts, `together` is --continuous-batching, and `recorded` the same with CUDA graphs on a cache of 65,536
-tokens. A round that is not counted goes before. In turns, more clients wait longer for the same tokens per second, so
-that at most eight are tried.
+server as it starts, `together` is --continuous-batching. A round that is not counted goes before. In turns, more
+clients wait longer for the same tokens per second, so that at most eight are tried.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="smollm2-135m")
     parser.add_argument("--clients", default="1,8,64")
-    parser.add_argument("--ways", default="in turns,together,recorded")
+    parser.add_argument("--ways", default="in turns,together", help="ways to serve")
     parser.add_argument("--each", type=int, default=2, help="questions of each client")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of a prompt, without the template")
     parser.add_argument("--new", type=int, default=64)
@@ -124,7 +123,6 @@ def main() -> None:
     import torch
     import transformers
 
-    from monkeyjump.serving.answers import small_batches
     from monkeyjump.serving.completions import Limits
     from monkeyjump.serving.server import Api
 
@@ -136,10 +134,7 @@ def main() -> None:
     tried = list(map(int, options.clients.split(",")))
     for way, name in itertools.product(options.ways.split(","), ("mjlora", "base")):
         counts = [clients for clients in tried if way != "in turns" or clients <= 8]
-        sizes = small_batches(page=64, pages=1024, tokens=1024) if way == "recorded" else None
-        if sizes is not None:
-            sizes.use_cuda_graph = True
-        api = Api(answerer, Limits(), None if way == "in turns" else name, sizes)
+        api = Api(answerer, Limits(), None if way == "in turns" else name)
         with served(api) as url, spawn.Pool(1) as pool:
             for clients in (1, *counts):
                 found = pool.apply(ask, (url, name, clients, options.each, options.prompt, options.new))

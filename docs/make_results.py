@@ -121,12 +121,11 @@ def _pictures(records: Path, name: str) -> Table:
     record = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
     tasks, probe = list(record["probe"]), record["probe"]
     rows = []
-    for word in ("chance", "probe"):
+    for word, label in (("chance", "majority"), ("probe", "linear probe")):
         known = [f"{probe[task][word]:.1f}" if word in probe[task] else "" for task in tasks]
-        rows.append([{"chance": "majority", "probe": "linear probe"}[word], *known, "", ""])
-    routed = [run["mean"] for run in record["runs"]["mjlora"]]
-    others = [variant for variant in record["runs"] if variant != "mjlora"]
+        rows.append([label, *known, "", ""])
     means = {variant: [run["mean"] for run in runs] for variant, runs in record["runs"].items()}
+    routed, others = means["mjlora"], [variant for variant in means if variant != "mjlora"]
     p_values = dict(zip(others, holm([paired_difference(routed, means[v]).p_value for v in others]), strict=True))
     for variant, runs in record["runs"].items():
         cells = [f"{100 * fmean(run['tasks'][task] for run in runs):.1f}" for task in tasks]

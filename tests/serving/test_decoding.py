@@ -62,13 +62,13 @@ def both(paths: list[Path], base: Path | None = None) -> tuple[Answerer, Answere
 
 
 def test_rows_of_any_length_in_any_order(folders: list[Path], graphs: list[Any]) -> None:
-    """Routed by token, routed by sequence, and the base; three rows leave one of a recording empty."""
+    """Routed by token, routed by sequence, and the base."""
     recorded, plain = both(folders)
     rows = [asked(text) for text in PROMPTS]
     for name in [*plain.names, plain.names[0], plain.names[1]]:
         for questions in (rows[:3], rows[3:], rows[1:]):
             assert recorded.answers(questions, name, HOW) == plain.answers(questions, name, HOW)
-    assert len(graphs) == 6  # of four rows and of one, for each name
+    assert len(graphs) == 6  # of three rows and of one, for each name
     assert min(graph.replays for graph in graphs) >= 11
     long = Sampling(300)
     assert recorded.answers(rows[:1], "first", long) == plain.answers(rows[:1], "first", long)
@@ -135,8 +135,52 @@ def test_tasks_and_other_kinds(base: Path, tmp_path: Path, graphs: list[Any]) ->
     lora = get_peft_model(load_model(str(base))[0], LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     lora.save_pretrained(str(tmp_path / "lora"))
     recorded, plain = both([tmp_path / "lora"])
+    rows = [asked(text) for text in PROMPTS[:3]]
     for name in plain.names:
-        assert recorded.answers([asked("Hello")], name, HOW) == plain.answers([asked("Hello")], name, HOW)
+        assert recorded.answers(rows, name, HOW) == plain.answers(rows, name, HOW)
+    assert len(graphs) == 3
+
+
+def test_modules_that_were_trained_as_a_whole(base: Path, tmp_path: Path, graphs: list[Any]) -> None:
+    recorded, plain = both([save_adapter(base, tmp_path / "headed", 4, modules_to_save=["lm_head"])])
+    rows = [asked(text) for text in PROMPTS[:3]]
+    for name in plain.names:
+        assert recorded.answers(rows, name, HOW) == plain.answers(rows, name, HOW)
+    assert len(graphs) == 2
+
+
+def test_stop_strings(folders: list[Path], graphs: list[Any]) -> None:
+    pytest.importorskip("fastapi")
+    from monkeyjump.serving.completions import ModelOfRequest, Stop
+    from monkeyjump.serving.requests import ChatRequest
+
+    found = []
+    for answerer in both(folders):
+        text = answerer.answers([asked("Go")], "first", HOW)[0]
+        request = ChatRequest(model="first", messages=[{"role": "user", "content": "Go"}], stop=[text[4:6]])  # type: ignore[list-item]
+        inputs, settings = answerer.inputs([asked("Go")], "first"), answerer.settings(HOW, 100)
+        model = ModelOfRequest(answerer, request, Stop())
+        made = model.generate(**inputs, generation_config=settings, tokenizer=answerer.tokenizer)
+        found.append(answerer.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :]))
+        assert found[-1] == text[: text.index(text[4:6]) + 2]
+    assert found[0] == found[1]
+
+
+def test_a_recording_without_memory_costs_that_answer_alone(
+    folders: list[Path], graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, plain = both(folders)
+    expected = plain.answers([asked("Go")], "first", HOW)
+
+    def no_memory(self: Any, work: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Counted, "record", no_memory)
+        with pytest.warns(MonkeyJumpWarning, match="out of memory"):
+            assert recorded.answers([asked("Go")], "first", HOW) == expected
+    assert recorded.answers([asked("Go")], "first", HOW) == expected
+    assert len(graphs) == 1
 
 
 def test_pictures(tmp_path: Path, graphs: list[Any]) -> None:

@@ -36,9 +36,10 @@ def chat(
         text = line.strip()
         if text == "/exit":
             return
-        if text == "/reset" or text.startswith("/image "):
+        command, _, path = text.partition(" ")
+        if text == "/reset" or command == "/image":
             try:
-                media = () if text == "/reset" else _picture(answerer, text.removeprefix("/image ").strip())
+                media = () if text == "/reset" else _picture(answerer, path.strip())
             except ConfigError as error:
                 print(f"error: {error}", file=out, flush=True)
                 continue

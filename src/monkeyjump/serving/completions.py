@@ -91,10 +91,7 @@ class ModelOfRequest:
     """The model as one request sees it: `generate` with its adapter, its seed and its end."""
 
     def __init__(self, answerer: Answerer, asked: ChatRequest, stop: Stop) -> None:
-        self.answerer, self.seed = answerer, asked.seed
-        self.criteria = StoppingCriteriaList([stop])
-        if asked.stop:
-            self.criteria.append(StopStringCriteria(answerer.tokenizer, asked.stop))
+        self.answerer, self.stop, self.stop_strings, self.seed = answerer, stop, asked.stop, asked.seed
         self.adapter_names = [answerer.peft_name(asked.model)]
         task = answerer.task_id(asked.model, asked.task)
         self.extra = {} if task is None else {"task_ids": torch.tensor([task], device=answerer.device)}
@@ -105,8 +102,11 @@ class ModelOfRequest:
     def generate(self, **given: Any) -> Any:
         if self.seed is not None:
             torch.manual_seed(self.seed)
+        criteria = StoppingCriteriaList([self.stop])
         try:
-            return self.answerer.generate(self.adapter_names, **given, **self.extra, stopping_criteria=self.criteria)
+            if self.stop_strings:
+                criteria.append(StopStringCriteria(self.answerer.tokenizer, self.stop_strings))
+            return self.answerer.generate(self.adapter_names, **given, **self.extra, stopping_criteria=criteria)
         except Exception as error:
             if type(error).__name__ != "_GenerationCancelled":  # how Transformers' streamer ends a generation
                 log.exception("a generation failed")

@@ -63,7 +63,6 @@ class Decoding:
         mask = torch.ones_like(ids, dtype=torch.bool) if shown is None else shown.bool()
         generation = running().generation or Generation(ids.shape[1])
         prefix = Prefix(output.logits[:, -1:], output.past_key_values, mask, mask.sum(1), generation)
-        del output  # the logits of all its tokens
         after = self._steps(prefix, adapter_names, generation_config.max_length or 0)
         logits, ended = prefix.logits[:, -1], torch.zeros_like(mask[:, 0])
         while True:
@@ -85,17 +84,18 @@ class Decoding:
         return ids
 
     def _steps(self, prefix: Prefix, adapter_names: tuple[str, ...], length: int) -> Callable[[Tensor], Tensor]:
-        B, P = prefix.mask.shape
-        R, S = 1 << (B - 1).bit_length(), max(LEAST_SLOTS, 1 << (max(length, P) - 1).bit_length())
-        key = (adapter_names, R, S)
+        B, P = prefix.mask.shape  # rows are not filled up: each has its adapter's name
+        S = max(LEAST_SLOTS, 1 << (max(length, P) - 1).bit_length())
+        key = (adapter_names, S)
         recorded = self._recorded.pop(key, None)
         if recorded is None and self._new_graph is not None:
             while len(self._recorded) >= MOST:
                 self._recorded.popitem(last=False)
             try:
-                recorded = RecordedStep(self.reader, prefix, R, S, self._new_graph())
+                recorded = RecordedStep(self.reader, prefix, B, S, self._new_graph())
             except RuntimeError as error:
-                self._new_graph = None
+                if not isinstance(error, torch.OutOfMemoryError):  # else the next request may be shorter
+                    self._new_graph = None
                 self._recorded.clear()
                 say_why(str(error).splitlines()[0])
         if recorded is None:
