@@ -4,8 +4,9 @@
 
 Random weights of a model's shape, MJ-LoRA with token routing, greedy answers that do not end early. The server runs in
 this process and the clients in another, OpenAI's own; each client asks one question after another. `in turns` is the
-server as it starts, `together` is --continuous-batching. A round that is not counted goes before. In turns, more
-clients wait longer for the same tokens per second, so that at most eight are tried.
+server as it starts, `together` is --continuous-batching. Every round is run twice and the second counts: in the first
+the server records forwards of new shapes (`first_tokens_per_second`). In turns, more clients wait longer for the same
+tokens per second, so that at most eight are tried.
 """
 
 from __future__ import annotations
@@ -136,10 +137,11 @@ def main() -> None:
         counts = [clients for clients in tried if way != "in turns" or clients <= 8]
         api = Api(answerer, Limits(), None if way == "in turns" else name)
         with served(api) as url, spawn.Pool(1) as pool:
-            for clients in (1, *counts):
-                found = pool.apply(ask, (url, name, clients, options.each, options.prompt, options.new))
-                rows.append({"way": way, "side": name, "clients": clients, **found})
-            rows.pop(-1 - len(counts))  # the round before
+            for clients in counts:
+                asked = (url, name, clients, options.each, options.prompt, options.new)
+                first, found = (pool.apply(ask, asked) for _ in range(2))
+                first_speed = {"first_tokens_per_second": first["tokens_per_second"]}
+                rows.append({"way": way, "side": name, "clients": clients, **found, **first_speed})
         Path(options.output).write_text(json.dumps(record), encoding="utf-8")
         del api  # a ragged batch has taken most of the GPU's memory
         gc.collect()

@@ -18,12 +18,15 @@ SMALL = {"page": 16, "pages": 64, "tokens": 24}
 HOW = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=100, pad_token_id=0)
 
 
-def batched(model: Any) -> list[Any]:
+def batched(model: Any, recorded: bool = False) -> list[Any]:
+    config = small_batches(**SMALL)
+    if recorded:
+        config.use_cuda_graph, config.q_padding_interval_size, config.kv_padding_interval_size = True, 8, 64
     prompts = [token_ids(1, length, seed=50 + length)[0].tolist() for length in LENGTHS]
     found = model.get_base_model().generate_batch(
         prompts,
         generation_config=HOW,
-        continuous_batching_config=small_batches(**SMALL),
+        continuous_batching_config=config,
         progress_bar=False,
     )
     return list(found.values())
@@ -51,6 +54,18 @@ def test_token_routing_is_that_of_plain_generation(config: Any) -> None:
     assert found == expected
     with model.disable_adapter():
         assert [output.generated_tokens for output in batched(model)] != expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["mjlora", "lora", "hydralora"])
+def test_recorded_forwards_write_the_same(method: str) -> None:
+    model = wrap(tiny_llama(2), config_of(method)).eval().cuda()
+    disturb(model)
+    spread(model)
+    found = [output.generated_tokens for output in batched(model, recorded=True)]
+    assert found == [output.generated_tokens for output in batched(model)]
+    ids = token_ids(1, LENGTHS[2], seed=50 + LENGTHS[2]).cuda()
+    assert found[2] == model.generate(ids, generation_config=HOW)[0, LENGTHS[2] :].tolist()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from monkeyjump.cli.main import main
+from monkeyjump.errors import ConfigError
 from monkeyjump.models import load_model
 from tests.serving.conftest import LONGEST
 from tests.serving.test_answers import PROMPTS, plain
@@ -307,6 +308,17 @@ def test_continuous_batching(folders: list[Path]) -> None:
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 1)
         connection.close()
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 0)
+
+
+def test_batches_that_cannot_be_made_are_told_before_anything_is_served(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for the cache")
+
+    monkeypatch.setattr("transformers.generation.continuous_batching.continuous_api.PagedAttentionCache", no_memory)
+    with pytest.raises(ConfigError, match=r"does not start \(no memory for the cache\)"):
+        Api(load(folders[:1]), Limits(), together="first")
 
 
 def test_a_generation_that_fails_is_told_and_the_next_one_is_not_touched(

@@ -85,8 +85,9 @@ def test_kernels_do_without_it_too(method: str) -> None:
     with mj.knock_out(model, {key: trace.experts(key)[:1] for key in trace.blocks()}):
         without = logits(model)
         with dispatch.implementation("triton"):
-            torch.testing.assert_close(logits(model), without, **REORDERED)
-    assert not torch.allclose(without, before, atol=1e-3)
+            # a learned router turns the last digits of its input into more: what the expert does is far above that
+            torch.testing.assert_close(logits(model), without, rtol=0, atol=1e-3)
+    assert (without - before).abs().max() > 0.05
 
 
 def test_generation_and_kept_decisions_do_without_it() -> None:

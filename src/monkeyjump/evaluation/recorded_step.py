@@ -134,10 +134,8 @@ def _decisions(prefix: Prefix) -> dict[Any, Tensor]:
     return {} if kept is None else kept[1]
 
 
-def new_graph(reader: AnswerReader) -> Callable[[], CudaGraph] | None:
-    """What makes a graph for this model; None where its steps run as they are."""
-    if reader.device.type != "cuda":
-        return None
+def why_not(reader: AnswerReader) -> str | None:
+    """Why the steps of a model on a GPU cannot be recorded; None where they can."""
     base, context, place = reader.base, find_context(reader.model), reader.device.index
     attention, parts = base.config._attn_implementation, set(getattr(base, "hf_device_map", {}).values())
     routers = {getattr(config, "router", None) for config in getattr(reader.model, "peft_config", {}).values()}
@@ -152,8 +150,14 @@ def new_graph(reader: AnswerReader) -> Callable[[], CudaGraph] | None:
         "its gates are shuffled over the rows of a batch, which may not be filled up": "shuffled" in routers,
         "somebody looks at the routing": context is not None and context.trace is not None,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is None:
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def new_graph(reader: AnswerReader) -> Callable[[], CudaGraph] | None:
+    """What makes a graph for this model; None where its steps run as they are."""
+    if reader.device.type != "cuda":
+        return None
+    if (reason := why_not(reader)) is None:
         return lambda: CudaGraph(Memory())
     say_why(reason)
     return None

@@ -154,6 +154,7 @@ class Answerer:
             max_new_tokens=min(how.max_tokens, room),
             eos_token_id=self.ends,
             pad_token_id=self.pad,
+            use_cache=True,  # the configuration of a model that was saved in training may say otherwise
             **(drawn if how.temperature > 0 else {"do_sample": False}),
         )
 

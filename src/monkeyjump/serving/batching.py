@@ -10,10 +10,14 @@ from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
+from monkeyjump.evaluation.recorded_step import why_not
 from monkeyjump.serving.answers import Answerer, Sampling, small_batches
 from monkeyjump.tuner.block_list import by_row
 
-CPU_TOKENS = 65_536  # of all requests together, for which continuous batching keeps keys and values on a CPU
+# Of all requests together, for which keys and values are kept where Transformers would take most of the memory: on a
+# CPU, and on a GPU without flash attention, where every forward has a mask of so many columns.
+TOKENS, TOKENS_AT_ONCE, PAGE = 65_536, 1024, 64
+COLUMNS = 4096  # a forward is recorded for every so many tokens in the cache
 
 
 class OneThread(GenerationState):
@@ -35,10 +39,7 @@ class RaggedBatch(OneThread):
     """Continuous batching for one name. Its thread knows no calls of ours, so the model is switched once and stays."""
 
     def __init__(self, answerer: Answerer, name: str, config: ContinuousBatchingConfig | None = None) -> None:
-        if config is None and answerer.device.type == "cpu":  # else Transformers would take most of the memory
-            tokens = max(CPU_TOKENS, answerer.prompts.limit)
-            config = small_batches(page=64, pages=-(-tokens // 64), tokens=1024)
-        super().__init__(continuous_batching=True, cb_config=config)
+        super().__init__(continuous_batching=True, cb_config=config or _batches(answerer))
         peft_name, model, base = answerer.peft_name(name), answerer.model, answerer.model.get_base_model()
         adapter = model.peft_config.get(peft_name)
         if reason := by_row(adapter) if isinstance(adapter, MonkeyJumpConfig) else None:
@@ -61,6 +62,13 @@ class RaggedBatch(OneThread):
         manager: Any = self.get_manager("", use_cb=True)
         manager.init_cb(base, settings)
         self.batches, self.ended = manager._cb, False
+        while self.batches.batch_processor is None and self.batches.is_running():  # before that it cannot be stopped
+            time.sleep(0.01)
+        if (error := self.batches.background_thread_status.fatal_error) is not None:
+            raise ConfigError(
+                f"adapter {name!r}: continuous batching does not start ({error}); leave --continuous-batching out.",
+                title="model cannot be served",
+            )
 
     def end(self) -> None:
         if not self.ended:
@@ -74,3 +82,15 @@ class RaggedBatch(OneThread):
     def cancel(self, request_id: str) -> None:
         """End a request that nobody waits for."""
         self.batches.cancel_request(request_id)
+
+
+def _batches(answerer: Answerer) -> ContinuousBatchingConfig | None:
+    """How many tokens are kept and computed at once; None where Transformers knows better."""
+    attention = answerer.model.config._attn_implementation or ""
+    if answerer.device.type == "cuda" and "flash" in attention:
+        return None
+    tokens = max(TOKENS, answerer.prompts.limit)
+    config = small_batches(page=PAGE, pages=-(-tokens // PAGE), tokens=TOKENS_AT_ONCE)
+    if answerer.device.type == "cuda" and why_not(answerer.decoding.reader) is None:
+        config.use_cuda_graph, config.kv_padding_interval_size = True, COLUMNS  # else no forward is recorded by a mask
+    return config

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from monkeyjump.evaluation.forward import AnswerReader, Prefix
@@ -32,6 +32,9 @@ class Decoding:
     def __init__(self, model: Any, pad_id: int) -> None:
         self.reader = AnswerReader(model, pad_id)
         self._new_graph = new_graph(self.reader)
+        if self._new_graph is not None and any(map(_picks_rows, model.modules())):
+            self._new_graph = None
+            say_why("PEFT's own layers pick the rows of an adapter on the host")
         self._recorded: OrderedDict[tuple[Any, ...], RecordedStep] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -103,3 +106,8 @@ class Decoding:
         self._recorded[key] = recorded
         recorded.start(prefix)
         return recorded.after
+
+
+def _picks_rows(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT, not ours, that computes the rows of each adapter by themselves."""
+    return type(module).__module__.startswith("peft.") and hasattr(module, "_mixed_batch_forward")
