@@ -176,7 +176,11 @@ def _save(bundled: Bundled, source: str, built: Path, gguf_file: str | None = No
     else:
         model = load_gguf(source, gguf_file, torch.bfloat16)
     model.save_pretrained(built)
-    AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(built)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
+    # Transformers 5.17 reads another one out of a GGUF file, and no padding
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.save_pretrained(built)
 
 
 def require_gguf(gguf_file: str) -> None:
