@@ -18,9 +18,9 @@ import json
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,41 @@ def make_answerer(shape: str) -> Any:
     model = get_peft_model(base, methods.build("mjlora", "mj_paper", center_init="random_normalized")).eval()
     tokenizer = make_tokenizer(base.config.vocab_size)
     return Answerer(Adapters(model, tokenizer, "base", {"mjlora": NamedAdapter("default", Path())}))
+
+
+def forwards(answerer: Any) -> list[dict[str, Any]]:
+    """Milliseconds of a forward as the host launches it and as one graph, for both sides; nothing without a GPU."""
+    import torch
+
+    found: list[dict[str, Any]] = []
+    model = answerer.model
+    for rows, side in itertools.product((64, 128, 1024) if answerer.device.type == "cuda" else (), ("mjlora", "base")):
+        ids = torch.randint(300, 4000, (1, rows), device="cuda")
+
+        def run(ids: Any = ids) -> None:
+            model.get_base_model()(input_ids=ids, use_cache=False)
+
+        with torch.inference_mode(), nullcontext() if side == "mjlora" else model.disable_adapter():
+            graph = torch.cuda.CUDAGraph()
+            run()
+            with torch.cuda.graph(graph):
+                run()
+            eager, recorded = _milliseconds(run), _milliseconds(graph.replay)
+        found.append({"side": side, "rows": rows, "eager_ms": eager, "graph_ms": recorded})
+    return found
+
+
+def _milliseconds(work: Callable[[], None], times: int = 20) -> float:
+    import torch
+
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / times * 1e3
 
 
 @contextmanager
@@ -130,7 +165,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     answerer, rows = make_answerer(options.shape), list[dict[str, Any]]()
-    record = {"rows": rows, "device": where, **versions, "settings": vars(options)}
+    record = {"rows": rows, "forwards": forwards(answerer), "device": where, **versions, "settings": vars(options)}
     spawn = multiprocessing.get_context("spawn")
     tried = list(map(int, options.clients.split(",")))
     for way, name in itertools.product(options.ways.split(","), ("mjlora", "base")):
