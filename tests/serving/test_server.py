@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
@@ -32,6 +33,7 @@ uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
 from monkeyjump.serving.answers import load  # noqa: E402 - these import them
+from monkeyjump.serving.batching import kept_tokens  # noqa: E402
 from monkeyjump.serving.completions import Limits  # noqa: E402
 from monkeyjump.serving.http import bound  # noqa: E402
 from monkeyjump.serving.server import Api, Server, application  # noqa: E402
@@ -308,6 +310,15 @@ def test_continuous_batching(folders: list[Path]) -> None:
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 1)
         connection.close()
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 0)
+
+
+def test_no_more_tokens_are_kept_than_fit() -> None:
+    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    each = 2 * 32 * 8 * 128 * 2  # keys and values of a token in bf16, 128 KiB
+    assert kept_tokens(config, torch.bfloat16, 2**40) == 65_536
+    assert kept_tokens(config, torch.bfloat16, 2 * 10_000 * each) == 9_984  # whole pages
+    with pytest.raises(ConfigError, match=r"0.1 GiB of the GPU are free, and continuous batching needs 0.2 for"):
+        kept_tokens(config, torch.bfloat16, 2**27)
 
 
 def test_batches_that_cannot_be_made_are_told_before_anything_is_served(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
 
@@ -89,8 +90,28 @@ def _batches(answerer: Answerer) -> ContinuousBatchingConfig | None:
     attention = answerer.model.config._attn_implementation or ""
     if answerer.device.type == "cuda" and "flash" in attention:
         return None
-    tokens = max(TOKENS, answerer.prompts.limit)
+    tokens = TOKENS
+    if answerer.device.type == "cuda":
+        tokens = kept_tokens(answerer.model.config, answerer.model.dtype, torch.cuda.mem_get_info(answerer.device)[0])
+    answerer.prompts.limit = min(answerer.prompts.limit, tokens)  # a longer request would never fit
     config = small_batches(page=PAGE, pages=-(-tokens // PAGE), tokens=TOKENS_AT_ONCE)
     if answerer.device.type == "cuda" and why_not(answerer.decoding.reader) is None:
         config.use_cuda_graph, config.kv_padding_interval_size = True, COLUMNS  # else no forward is recorded by a mask
     return config
+
+
+def kept_tokens(config: Any, dtype: torch.dtype, free: int) -> int:
+    """The tokens whose keys and values are kept: as many as are wanted, or as half of the free bytes hold."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    each = 2 * config.num_hidden_layers * heads * width * dtype.itemsize
+    fitting = free // 2 // each // PAGE * PAGE
+    if fitting < TOKENS_AT_ONCE:
+        needed = 2 * TOKENS_AT_ONCE * each / 2**30
+        raise ConfigError(
+            f"{free / 2**30:.1f} GiB of the GPU are free, and continuous batching needs {needed:.1f} for the keys and "
+            f"values of {TOKENS_AT_ONCE:,} tokens: leave --continuous-batching out.",
+            title="model cannot be served",
+        )
+    return min(TOKENS, fitting)
