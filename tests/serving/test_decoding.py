@@ -75,6 +75,18 @@ def test_rows_of_any_length_in_any_order(folders: list[Path], graphs: list[Any])
     assert len(graphs) == 7  # more slots
 
 
+def test_a_server_that_is_warm_has_recorded_a_step_of_every_name(folders: list[Path], graphs: list[Any]) -> None:
+    pytest.importorskip("fastapi")
+    from monkeyjump.serving.batching import OneThread
+
+    recorded, plain = both(folders)
+    OneThread().warm_up(recorded)
+    assert len(graphs) == 3
+    for name in plain.names:
+        assert recorded.answers([asked("Go")], name, HOW) == plain.answers([asked("Go")], name, HOW)
+    assert len(graphs) == 3
+
+
 def test_only_some_recordings_are_kept(folders: list[Path], graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST", 2)
     recorded, plain = both(folders)

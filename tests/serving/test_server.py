@@ -293,7 +293,9 @@ def in_a_thread(api: Api) -> Iterator[Any]:
 
 def test_continuous_batching(folders: list[Path]) -> None:
     """Eight at once, in one batch: each gets what it would get alone."""
-    with in_a_thread(Api(load(folders[:1]), Limits(answer=4000), together="first")) as together:
+    api = Api(load(folders[:1]), Limits(answer=4000), together="first")
+    api.state.warm_up(api.answerer)
+    with in_a_thread(api) as together:
         url = f"http://127.0.0.1:{together.port}/v1"
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT)
         assert [model.id for model in client.models.list().data] == ["first"]
@@ -330,6 +332,20 @@ def test_batches_that_cannot_be_made_are_told_before_anything_is_served(
     monkeypatch.setattr("transformers.generation.continuous_batching.continuous_api.PagedAttentionCache", no_memory)
     with pytest.raises(ConfigError, match=r"does not start \(no memory for the cache\)"):
         Api(load(folders[:1]), Limits(), together="first")
+
+
+def test_a_batch_that_cannot_answer_is_told_before_anything_is_served(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = Api(load(folders[:1]), Limits(), together="first")
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(api.answerer.model.get_base_model().model.layers[0], "forward", fails)
+    with pytest.raises(ConfigError, match=r"cannot answer \(.*no kernel"):
+        api.state.warm_up(api.answerer)
+    api.state.shutdown()
 
 
 def test_a_generation_that_fails_is_told_and_the_next_one_is_not_touched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from transformers.cli.serving.utils import BaseGenerateManager, GenerationState
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.recorded_step import why_not
-from monkeyjump.serving.answers import Answerer, Sampling, small_batches
+from monkeyjump.serving.answers import Answerer, Question, Sampling, small_batches
 from monkeyjump.tuner.block_list import by_row
 
 # Of all requests together, for which keys and values are kept where Transformers would take most of the memory: on a
 # CPU, and on a GPU without flash attention, where every forward has a mask of so many columns.
 TOKENS, TOKENS_AT_ONCE, PAGE = 65_536, 1024, 64
-COLUMNS = 4096  # a forward is recorded for every so many tokens in the cache
+COLUMNS = 4096  # a forward is recorded for every so many tokens in the cache,
+WIDTH = 64  # and for every so many in it
+WARM_UP = 300  # seconds for the first answer: kernels are compiled
 
 
 class OneThread(GenerationState):
@@ -26,6 +29,15 @@ class OneThread(GenerationState):
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
         return super().get_manager("", use_cb)
+
+    def warm_up(self, answerer: Answerer) -> None:
+        """Answer once for every name, so that no client waits for kernels to be compiled."""
+        manager: Any = self.get_manager("")
+        for name in answerer.names:
+            tasks = answerer.adapters[name].task_ids if name in answerer.adapters else {}
+            question = Question([{"role": "user", "content": "Hi"}], task=next(iter(tasks), None))
+            with suppress(ConfigError):  # of an adapter that can answer nothing: whoever asks it is told why
+                manager.submit(answerer.answers, [question], name, Sampling(2)).result()
 
     def end(self) -> None:
         """End what runs. Requests on the thread look for that themselves, between two tokens."""
@@ -40,7 +52,9 @@ class RaggedBatch(OneThread):
     """Continuous batching for one name. Its thread knows no calls of ours, so the model is switched once and stays."""
 
     def __init__(self, answerer: Answerer, name: str, config: ContinuousBatchingConfig | None = None) -> None:
-        super().__init__(continuous_batching=True, cb_config=config or _batches(answerer))
+        config = config or _batches(answerer)
+        self.recorded = config is not None and bool(config.use_cuda_graph)
+        super().__init__(continuous_batching=True, cb_config=config)
         peft_name, model, base = answerer.peft_name(name), answerer.model, answerer.model.get_base_model()
         adapter = model.peft_config.get(peft_name)
         if reason := by_row(adapter) if isinstance(adapter, MonkeyJumpConfig) else None:
@@ -71,6 +85,19 @@ class RaggedBatch(OneThread):
                 title="model cannot be served",
             )
 
+    def warm_up(self, answerer: Answerer) -> None:
+        """Read a prompt of every width for which forwards are recorded, or one where none are."""
+        for width in range(WIDTH, (TOKENS_AT_ONCE if self.recorded else WIDTH) + 1, WIDTH):
+            ids = [(width + place) % answerer.model.config.vocab_size for place in range(width)]  # no two begin alike
+            self.batches.add_request(ids[: answerer.prompts.limit - 2], max_new_tokens=2, eos_token_id=-1)
+            found = self.batches.get_result(timeout=WARM_UP)
+            if found is None or found.error:
+                error = self.batches.background_thread_status.fatal_error if found is None else found.error
+                raise ConfigError(
+                    f"continuous batching cannot answer ({error or 'no answer in time'}): leave it out.",
+                    title="model cannot be served",
+                )
+
     def end(self) -> None:
         if not self.ended:
             self.ended = True
@@ -96,7 +123,8 @@ def _batches(answerer: Answerer) -> ContinuousBatchingConfig | None:
     answerer.prompts.limit = min(answerer.prompts.limit, tokens)  # a longer request would never fit
     config = small_batches(page=PAGE, pages=-(-tokens // PAGE), tokens=TOKENS_AT_ONCE)
     if answerer.device.type == "cuda" and why_not(answerer.decoding.reader) is None:
-        config.use_cuda_graph, config.kv_padding_interval_size = True, COLUMNS  # else no forward is recorded by a mask
+        config.use_cuda_graph = True  # else no forward with a mask is recorded
+        config.q_padding_interval_size, config.kv_padding_interval_size = WIDTH, COLUMNS
     return config
 
 

@@ -217,6 +217,9 @@ def serve(api: Api, listening: socket.socket, host: str, key: str | None) -> Non
     """Answer until SIGINT or SIGTERM; requests that run have some seconds to end."""
     transformers_logging.set_verbosity_error()  # it would tell of every request
     names = ", ".join(api.names)
+    if api.answerer.device.type == "cuda":
+        print("warming up: kernels are compiled and forwards recorded", flush=True)
+        api.state.warm_up(api.answerer)
     print(f"serving     {names}\nat          {address(host, listening)}v1\nstop it with Ctrl-C", flush=True)
     config = uvicorn.Config(
         application(api, host, key), log_level="warning", server_header=False, timeout_graceful_shutdown=GRACE + 5
