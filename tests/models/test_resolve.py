@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,3 +184,18 @@ def test_a_silent_hub_is_noticed_in_time(silent_server: int, monkeypatch: pytest
     assert not hub.hub_reachable(seconds=0.3)
     assert time.monotonic() - start < 2
     assert "did not answer" in hub.why_unreachable()
+
+
+def test_the_tokenizer_of_a_gguf_file_ends_as_its_model() -> None:
+    """Transformers 5.17 reads the token that begins a turn as the one that ends it."""
+    tokenizer, model = make_tokenizer(), SimpleNamespace(config=SimpleNamespace(eos_token_id=7))
+    before = tokenizer.eos_token_id
+    tokenizer.pad_token = tokenizer.eos_token
+    bundled.end_as_model(tokenizer, SimpleNamespace(config=SimpleNamespace(eos_token_id=[7, 8])))  # which of them?
+    assert tokenizer.eos_token_id == before
+    bundled.end_as_model(tokenizer, model)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (7, 7)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(9)
+    model.config.eos_token_id = 8
+    bundled.end_as_model(tokenizer, model)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (8, 9)

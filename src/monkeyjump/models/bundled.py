@@ -177,10 +177,17 @@ def _save(bundled: Bundled, source: str, built: Path, gguf_file: str | None = No
         model = load_gguf(source, gguf_file, torch.bfloat16)
     model.save_pretrained(built)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
-    # Transformers 5.17 reads another one out of a GGUF file, and no padding
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    end_as_model(tokenizer, model)
     tokenizer.save_pretrained(built)
+
+
+def end_as_model(tokenizer: Any, model: Any) -> None:
+    """Give the tokenizer of a GGUF file the end token that its model has: Transformers 5.17 reads another one there."""
+    if isinstance(end := model.config.eos_token_id, int) and end != tokenizer.eos_token_id:
+        padded_by_end = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        if padded_by_end:
+            tokenizer.pad_token = tokenizer.eos_token
 
 
 def require_gguf(gguf_file: str) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.models.bundled import BUNDLED, SMOLLM2, cached_folder, ensure, is_cached, load_gguf, require_gguf
+from monkeyjump.models.bundled import (
+    BUNDLED,
+    SMOLLM2,
+    cached_folder,
+    end_as_model,
+    ensure,
+    is_cached,
+    load_gguf,
+    require_gguf,
+)
 from monkeyjump.models.hub import cached_snapshot, hub_reachable, why_unreachable
 from monkeyjump.models.visual import PLAIN_TEMPLATE, is_visual, load_processor
 from monkeyjump.registry import did_you_mean
@@ -136,6 +145,7 @@ def load_model(name: str = DEFAULT_MODEL, dtype: Any = None, device: Any = None,
         tokenizer = load_tokenizer(resolved)
         if resolved.gguf_file:
             model = load_gguf(resolved.source, resolved.gguf_file, dtype, **kwargs)
+            end_as_model(tokenizer, model)
         elif is_visual(AutoConfig.from_pretrained(resolved.source, **resolved.options)):
             auto: Any = AutoModelForImageTextToText
             model = auto.from_pretrained(resolved.source, dtype=dtype, **resolved.options, **kwargs)
