@@ -61,8 +61,10 @@ def grouped_lora(
     if traced:
         tensors = frozen.weights, frozen.biases, As, Bs, gates, diagonals
         return tuple(grouped_lora_op(x, base, *tensors, seed, dropout, scale, places, trained, gated))
-    settings = dropout, scale, places, trained, gated, len(gates)
-    return _apply(x, base, seed, frozen, settings, DIRECT, *As, *Bs, *gates, *diagonals)
+    settings, own = (dropout, scale, places, trained, gated, len(gates)), (*As, *Bs, *gates, *diagonals)
+    if not torch.is_grad_enabled():  # an autograd function takes the host as long as several launches
+        return _outputs(x, base, seed, frozen, settings, DIRECT, own)[0]
+    return _apply(x, base, seed, frozen, settings, DIRECT, *own)
 
 
 def gated_lora(
@@ -81,6 +83,18 @@ def gated_lora(
     return grouped_lora(x, alone, scale, dropout, seed, Frozen([], []), base=base)[0]
 
 
+def _outputs(
+    x: Tensor, base: Tensor | None, seed: Tensor | None, frozen: Frozen, settings: tuple, products: Products,
+    tensors: Sequence[Tensor],
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:  # fmt: skip
+    """(M of y [..., O]; the rows of x [N, D]; z [N, M * R])."""
+    p, scale, places, _, gated, _ = settings
+    rows, base = rows_of(x), None if base is None else rows_of(base)
+    own = _apart(tensors, settings)
+    *ys, z = products.forward(rows, base, frozen.weights, frozen.biases, *own, seed, p, scale, places, gated)
+    return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys), rows, z
+
+
 class _GroupedLora(torch.autograd.Function):
     """The products and their gradients; what follows them are M of A, M of B, the gates and the diagonals."""
 
@@ -95,14 +109,10 @@ class _GroupedLora(torch.autograd.Function):
         products: Products,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        p, scale, places, trained, gated, _ = settings
-        rows, own = rows_of(x), _apart(tensors, settings)
-        if base is not None:
-            base = rows_of(base)
-        *ys, z = products.forward(rows, base, frozen.weights, frozen.biases, *own, seed, p, scale, places, gated)
-        ctx.save_for_backward(rows if trained else None, seed, z, *tensors)
+        ys, rows, z = _outputs(x, base, seed, frozen, settings, products, tensors)
+        ctx.save_for_backward(rows if settings[3] else None, seed, z, *tensors)
         ctx.settings, ctx.weights, ctx.products, ctx.shape = settings, frozen.weights, products, x.shape
-        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
+        return ys
 
     @staticmethod
     @torch.autograd.function.once_differentiable
