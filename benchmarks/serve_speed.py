@@ -172,7 +172,7 @@ def main() -> None:
         counts = [clients for clients in tried if way != "in turns" or clients <= 8]
         api = Api(answerer, Limits(), None if way == "in turns" else name)
         started = time.perf_counter()
-        api.state.warm_up(answerer)  # as `monkeyjump serve` does
+        api.warm_up()  # as `monkeyjump serve` does
         record[f"warm_up_seconds of {name}, {way}"] = time.perf_counter() - started
         with served(api) as url, spawn.Pool(1) as pool:
             for clients in counts:

@@ -20,10 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from monkeyjump.cli.main import main
-from monkeyjump.errors import ConfigError
 from monkeyjump.models import load_model
 from tests.serving.conftest import LONGEST
 from tests.serving.test_answers import PROMPTS, plain
@@ -33,7 +31,6 @@ uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
 from monkeyjump.serving.answers import load  # noqa: E402 - these import them
-from monkeyjump.serving.batching import kept_tokens  # noqa: E402
 from monkeyjump.serving.completions import Limits  # noqa: E402
 from monkeyjump.serving.http import bound  # noqa: E402
 from monkeyjump.serving.server import Api, Server, application  # noqa: E402
@@ -294,7 +291,7 @@ def in_a_thread(api: Api) -> Iterator[Any]:
 def test_continuous_batching(folders: list[Path]) -> None:
     """Eight at once, in one batch: each gets what it would get alone."""
     api = Api(load(folders[:1]), Limits(answer=4000), together="first")
-    api.state.warm_up(api.answerer)
+    api.warm_up()
     with in_a_thread(api) as together:
         url = f"http://127.0.0.1:{together.port}/v1"
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT)
@@ -312,40 +309,6 @@ def test_continuous_batching(folders: list[Path]) -> None:
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 1)
         connection.close()
         _until(lambda: metric(together, "monkeyjump_requests_in_flight") == 0)
-
-
-def test_no_more_tokens_are_kept_than_fit() -> None:
-    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-    each = 2 * 32 * 8 * 128 * 2  # keys and values of a token in bf16, 128 KiB
-    assert kept_tokens(config, torch.bfloat16, 2**40) == 65_536
-    assert kept_tokens(config, torch.bfloat16, 2 * 10_000 * each) == 9_984  # whole pages
-    with pytest.raises(ConfigError, match=r"0.1 GiB of the GPU are free, and continuous batching needs 0.2 for"):
-        kept_tokens(config, torch.bfloat16, 2**27)
-
-
-def test_batches_that_cannot_be_made_are_told_before_anything_is_served(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory for the cache")
-
-    monkeypatch.setattr("transformers.generation.continuous_batching.continuous_api.PagedAttentionCache", no_memory)
-    with pytest.raises(ConfigError, match=r"does not start \(no memory for the cache\)"):
-        Api(load(folders[:1]), Limits(), together="first")
-
-
-def test_a_batch_that_cannot_answer_is_told_before_anything_is_served(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api = Api(load(folders[:1]), Limits(), together="first")
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(api.answerer.model.get_base_model().model.layers[0], "forward", fails)
-    with pytest.raises(ConfigError, match=r"cannot answer \(.*no kernel"):
-        api.state.warm_up(api.answerer)
-    api.state.shutdown()
 
 
 def test_a_generation_that_fails_is_told_and_the_next_one_is_not_touched(

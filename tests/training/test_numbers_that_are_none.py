@@ -108,9 +108,8 @@ def test_a_dead_expert_is_revived_beside_the_busiest(unit: str) -> None:
     centers = {layer.path: layer.monkeyjump_center["default"] for layer in routed}
     with torch.no_grad():
         for path, center in centers.items():
-            if path.endswith(
-                ("q_proj", "v_proj")
-            ):  # of two equal centres the first is chosen; one-hot: the tie is exact
+            # of two equal centres the first is chosen; with one number in them the tie is exact on any machine
+            if path.endswith(("q_proj", "v_proj")):
                 center.copy_(torch.eye(center[..., 0].numel(), center.shape[-1]).view_as(center))
 
     def shares() -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ import torch
 import monkeyjump as mj
 from monkeyjump.ops import dispatch
 from tests.equivalence.thread_runs import built
-from tests.helpers import REORDERED, ROUTED, adapted, layers_of, token_ids
+from tests.helpers import REORDERED, ROUTED, adapted, disturb, layers_of, token_ids
 
 METHODS = ["mjlora", "hydralora", "mola", "moa", "mixlora"]
 
@@ -79,15 +79,16 @@ def test_one_expert_of_one_block(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_kernels_do_without_it_too(method: str) -> None:
     """Projections that read one tensor ask for their gates together, which is another way through a router."""
-    model = model_of(method).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model_of(method)
+    disturb(model, scale=0.1)  # from larger numbers a learned router makes more of the last digits
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     with mj.record_routing(model) as trace, dispatch.implementation("triton"):
         before = logits(model)
     with mj.knock_out(model, {key: trace.experts(key)[:1] for key in trace.blocks()}):
         without = logits(model)
         with dispatch.implementation("triton"):
-            # a learned router turns the last digits of its input into more: what the expert does is far above that
-            torch.testing.assert_close(logits(model), without, rtol=0, atol=1e-3)
-    assert (without - before).abs().max() > 0.05
+            torch.testing.assert_close(logits(model), without, **REORDERED)
+    assert not torch.allclose(without, before, atol=1e-3)
 
 
 def test_generation_and_kept_decisions_do_without_it() -> None:

@@ -19,8 +19,8 @@ from monkeyjump.tuner.block_list import by_row
 # Of all requests together, for which keys and values are kept where Transformers would take most of the memory: on a
 # CPU, and on a GPU without flash attention, where every forward has a mask of so many columns.
 TOKENS, TOKENS_AT_ONCE, PAGE = 65_536, 1024, 64
-COLUMNS = 4096  # a forward is recorded for every so many tokens in the cache,
-WIDTH = 64  # and for every so many in it
+# Forwards are recorded by size: the tokens that one computes are rounded up to WIDTH, those in the cache to COLUMNS.
+WIDTH, COLUMNS = 64, 4096
 WARM_UP = 300  # seconds for the first answer: kernels are compiled
 
 

@@ -113,6 +113,14 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.counts.text())
 
+    def warm_up(self) -> None:
+        """Compile and record what clients would wait for."""
+        try:
+            self.state.warm_up(self.answerer)
+        except BaseException:
+            self.state.shutdown()  # its thread would keep the process alive
+            raise
+
     def close(self) -> None:
         """End every request that runs."""
         self.closing.set()
@@ -219,7 +227,7 @@ def serve(api: Api, listening: socket.socket, host: str, key: str | None) -> Non
     names = ", ".join(api.names)
     if api.answerer.device.type == "cuda":
         print("warming up: kernels are compiled and forwards recorded", flush=True)
-        api.state.warm_up(api.answerer)
+        api.warm_up()
     print(f"serving     {names}\nat          {address(host, listening)}v1\nstop it with Ctrl-C", flush=True)
     config = uvicorn.Config(
         application(api, host, key), log_level="warning", server_header=False, timeout_graceful_shutdown=GRACE + 5
