@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,64")
     parser.add_argument("--ways", default="in turns,together", help="ways to serve")
     parser.add_argument("--each", type=int, default=2, help="questions of each client")
+    parser.add_argument("--turns", type=int, default=1, help="how often adapter and base model take turns")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of a prompt, without the template")
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--output", default="serve_speed.json")
@@ -168,18 +169,18 @@ def main() -> None:
     record = {"rows": rows, "forwards": forwards(answerer), "device": where, **versions, "settings": vars(options)}
     spawn = multiprocessing.get_context("spawn")
     tried = list(map(int, options.clients.split(",")))
-    for way, name in itertools.product(options.ways.split(","), ("mjlora", "base")):
+    for way, turn, name in itertools.product(options.ways.split(","), range(options.turns), ("mjlora", "base")):
         counts = [clients for clients in tried if way != "in turns" or clients <= 8]
         api = Api(answerer, Limits(), None if way == "in turns" else name)
         started = time.perf_counter()
         api.warm_up()  # as `monkeyjump serve` does
-        record[f"warm_up_seconds of {name}, {way}"] = time.perf_counter() - started
+        record[f"warm_up_seconds of {name}, {way}, turn {turn}"] = time.perf_counter() - started
         with served(api) as url, spawn.Pool(1) as pool:
             for clients in counts:
                 asked = (url, name, clients, options.each, options.prompt, options.new)
                 first, found = (pool.apply(ask, asked) for _ in range(2))
                 first_speed = {"first_tokens_per_second": first["tokens_per_second"]}
-                rows.append({"way": way, "side": name, "clients": clients, **found, **first_speed})
+                rows.append({"way": way, "turn": turn, "side": name, "clients": clients, **found, **first_speed})
         Path(options.output).write_text(json.dumps(record), encoding="utf-8")
         del api  # a ragged batch has taken most of the GPU's memory
         gc.collect()

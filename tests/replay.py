@@ -38,6 +38,6 @@ class RunAgain(CudaGraph):
             tensor.detach().copy_(again.detach())
 
 
-def replaying(model: nn.Module, parts: list[Any]) -> AbstractContextManager[CaptureReport]:
+def replaying(model: nn.Module, parts: list[Any], direct: bool = False) -> AbstractContextManager[CaptureReport]:
     """`captured` with the stand-in."""
-    return captured(model, parts, lambda: RunAgain(model))
+    return captured(model, parts, lambda: RunAgain(model), direct)

@@ -82,7 +82,7 @@ class MonkeyJumpCallback(TrainerCallback):
                 )
         self._watch = None if context is None else RoutingWatch(model, context, self.revive)
         if self.fast:
-            self._inside.enter_context(fast(model))
+            self._inside.enter_context(fast(model, direct=True))
 
     def on_train_end(self, args, state, control, **kwargs):
         self._inside.close()

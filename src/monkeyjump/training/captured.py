@@ -54,8 +54,14 @@ class CaptureReport:
 
 
 @contextmanager
-def captured(model: Any, parts: list[Any], new_graph: Callable[[], CudaGraph] | None = None) -> Iterator[CaptureReport]:
-    """Replay training forwards of these stacks of blocks of a model inside."""
+def captured(
+    model: Any, parts: list[Any], new_graph: Callable[[], CudaGraph] | None = None, direct: bool = False
+) -> Iterator[CaptureReport]:
+    """Replay training forwards of these stacks of blocks of a model inside.
+
+    With `direct` a backward writes gradients to the parameters by itself: autograd would need several calls for each.
+    `torch.autograd.grad` does not see the parameters then.
+    """
     new_graph = new_graph or partial(CudaGraph, Memory())
     report, context = CaptureReport(), find_context(model)
     before = [vars(part).get("_compiled_call_impl") for part in parts]
@@ -65,7 +71,7 @@ def captured(model: Any, parts: list[Any], new_graph: Callable[[], CudaGraph] | 
         report.others[reason] += 1
         parts = []
     for part, call in zip(parts, before, strict=False):
-        stack = Stack(part, call or part._call_impl, context, new_graph)
+        stack = Stack(part, call or part._call_impl, context, new_graph, direct)
         part._compiled_call_impl = CapturedCall(stack, report)
     if context is not None:  # the schedule of the centres must not ask the host
         context.shared_inputs.prepare()

@@ -43,6 +43,7 @@ class FastSettings:
     pads_last: bool = False  # whether pads, if there are any, are at the end of every row
     shapes: int | None = None  # how many shapes batches may have; None: any number
     asked: bool = False  # whether compiling was asked for by name: then it is an error where it cannot be
+    direct: bool = False  # whether gradients are only ever asked for by `backward`, as a Trainer does
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, gpu: bool, ranks: int = 1) -> FastSettings:
@@ -54,6 +55,7 @@ class FastSettings:
             fused_loss="off" if train.fused_loss == "auto" and not on else train.fused_loss,
             pads_last=True,
             asked=bool(train.compile),
+            direct=True,
         ).on(gpu)
 
     @property
@@ -126,7 +128,7 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
             if chosen.capture and several_ranks():
                 say("steps are not captured: ranks talk to each other inside them")
             elif chosen.capture:
-                report.captured = stack.enter_context(captured(model, stacks))
+                report.captured = stack.enter_context(captured(model, stacks, direct=chosen.direct))
         yield report
     if report.compiled is not None or report.captured is not None:
         say(str(report))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from monkeyjump.training.cuda_graphs import CudaGraph
@@ -42,6 +43,7 @@ class Stack:
     call: Callable[..., Any]
     context: RoutingContext | None
     new_graph: Callable[[], CudaGraph]
+    direct: bool = False  # gradients go to the parameters past autograd, which nobody asks for them by other ways
 
 
 class Recorded:
@@ -51,7 +53,7 @@ class Recorded:
         """`own_leaves`: record with other parameter objects over the same memory.
 
         Where the graph of an earlier loss is alive, autograd sends gradients of its parameters through the stream of
-        that loss, which no recording may touch.
+        that loss, which no recording may touch. Who listens to gradients must not hear those of a recording either.
         """
         self.stack, self.spec = stack, spec
         self.leaves = list(leaves)
@@ -60,9 +62,12 @@ class Recorded:
                 self.leaves[place] = value.detach().clone().requires_grad_(value.requires_grad)
         self.inputs = [value for value in self.leaves if isinstance(value, Tensor)]
         self.trained = [p for p in stack.module.parameters() if p.requires_grad]
+        own_leaves = own_leaves or any(map(_has_hooks, self.trained))
         self.own = {parameter: nn.Parameter(parameter.detach()) for parameter in self.trained} if own_leaves else {}
         parameters = [self.own.get(parameter, parameter) for parameter in self.trained]
         self.sources = [*(value for value in self.inputs if value.requires_grad), *parameters]
+        self.asked = len(self.sources) - len(parameters)  # how many of the sources are inputs
+        self.anchor = torch.zeros((), requires_grad=True)  # stands for all parameters where autograd knows none of them
         self.live: list[Tensor] = []  # the outputs that have a gradient, with the graph behind them
         self.shape_of_output: Any = None
         self.upstream: list[Tensor] = []
@@ -112,7 +117,8 @@ class Recorded:
         found = torch.autograd.grad(self.live, self.sources, self.upstream, allow_unused=True)
         self.used = [place for place, gradient in enumerate(found) if gradient is not None]
         kinds = dict.fromkeys(self.sources[place].dtype for place in self.used)
-        return [torch.cat([found[i].reshape(-1) for i in self.used if found[i].dtype == kind]) for kind in kinds]
+        self.kinds = [[place for place in self.used if found[place].dtype == kind] for kind in kinds]
+        return [torch.cat([found[place].reshape(-1) for place in places]) for places in self.kinds]
 
     def run(self, leaves: list[Any]) -> tuple[Any, Flight]:
         """The outputs for other inputs, and what must not be overwritten before its backward."""
@@ -122,7 +128,8 @@ class Recorded:
         self.forward.replay()
         flight = Flight()
         asked = [value for value in given if value.requires_grad]
-        outputs = _Replayed.apply(self, flight, *asked, *self.trained)
+        direct = self.stack.direct and not any(map(_has_hooks, self.trained))
+        outputs = _Replayed.apply(self, flight, direct, *asked, *([self.anchor] if direct else self.trained))
         flat = list(self.plain)
         for place, output in zip(self.places, outputs, strict=True):
             flat[place] = output
@@ -140,12 +147,25 @@ class Recorded:
             kept.zero_() if gradient is None else kept.copy_(gradient)
         self.backward.replay()
         found: list[Tensor | None] = [None] * len(self.sources)
-        for values in self.flat:
-            places = [place for place in self.used if self.sources[place].dtype == values.dtype]
-            parts = values.clone().split([self.sources[place].numel() for place in places])
+        for places, values in zip(self.kinds, self.flat, strict=True):
+            parts = unflatten(values.clone(), [self.sources[place] for place in places])
             for place, part in zip(places, parts, strict=True):
-                found[place] = part.view(self.sources[place].shape)
+                found[place] = part
         return found
+
+    def deliver(self, found: list[Tensor | None]) -> None:
+        """Add gradients to those of the parameters, as autograd would after several hundred calls."""
+        there, more = list[Tensor](), list[Tensor]()
+        for parameter, gradient in zip(self.trained, found, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                there.append(parameter.grad)
+                more.append(gradient)
+        if there:
+            torch._foreach_add_(there, more)
 
     @contextmanager
     def _hearing(self, told: dict[str, Any]) -> Iterator[None]:
@@ -169,8 +189,8 @@ class _Replayed(torch.autograd.Function):
     """The outputs of a replayed forward; its backward is another replay."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: Recorded, flight: Flight, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.recorded, ctx.flight = recorded, flight
+    def forward(ctx: Any, recorded: Recorded, flight: Flight, direct: bool, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorded, ctx.flight, ctx.direct = recorded, flight, direct
         ctx.set_materialize_grads(False)
         outputs = tuple(output.clone() for output in recorded.outputs)
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, recorded.differentiable, strict=True) if not d))
@@ -181,7 +201,17 @@ class _Replayed(torch.autograd.Function):
         if ctx.flight.landed:
             raise RuntimeError("a captured forward has one backward: what the second needs has been overwritten.")
         ctx.flight.landed = True
-        return None, None, *ctx.recorded.gradients(upstream)
+        found = ctx.recorded.gradients(upstream)
+        if ctx.direct:
+            asked = ctx.recorded.asked
+            ctx.recorded.deliver(found[asked:])
+            found = [*found[:asked], None]
+        return None, None, None, *found
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody wants to hear of the gradient of a parameter, which only autograd tells."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @contextmanager

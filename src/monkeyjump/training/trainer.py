@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from monkeyjump.errors import ConfigError
 from monkeyjump.registry import did_you_mean
 from monkeyjump.training.data import TrainingData
+from monkeyjump.training.light_steps import LightAdamW, clip_gradients
 from monkeyjump.training.progress import say
 from monkeyjump.training.recipe import Recipe
 
@@ -85,6 +86,14 @@ class TaskTrainer(Trainer):
         loss = super().training_step(model, inputs, *args, **kwargs)
         self._recent.append((self.state.global_step + 1, loss, inputs.get("input_ids")))
         return loss
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(*args, **kwargs)
+        return LightAdamW if kind is torch.optim.AdamW and settings.get("fused") else kind, settings
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # a run that was killed after its last checkpoint would make one step more when it is resumed
