@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,9 +15,14 @@ import pytest
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import jobs as module
-from monkeyjump.experiments.compare import make_cell
+from monkeyjump.experiments.compare import grid_of_methods, make_cell
 from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.models import load_tokenizer
 from monkeyjump.record import read_record
+from monkeyjump.tasks import expand
+from monkeyjump.tasks.encode import Encoder
+from monkeyjump.training.data import training_data
+from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.folder import locked
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.shared import Shared
@@ -33,6 +39,8 @@ class FakeWorkers:
         self.failing: dict[str, tuple[str, bool]] = {}  # a run's name -> its answer
         self.dying: set[str] = set()
         monkeypatch.setattr(module.Processes.__init__, "__defaults__", (lambda number, jobs: self.One(self, number),))
+        monkeypatch.setattr(module, "load_tokenizer", lambda name: None)
+        monkeypatch.setattr(module, "encode_ahead", lambda recipe, tokenizer: None)
 
     class One:
         def __init__(self, workers: FakeWorkers, number: int) -> None:
@@ -126,6 +134,26 @@ def test_a_run_that_does_not_fit_beside_others_is_made_alone(
     with pytest.raises(ConfigError, match=r"lora, rate 0\.004, seed 0: too much, even alone"):
         compare(load_recipe("quickstart"), ["lora"], [0, 1], [4e-3], tmp_path, jobs=3)
     assert [name for _, name in workers.made].count("lora-0.004-0") == 2
+
+
+def test_texts_of_all_seeds_are_encoded_before_their_runs_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(str(write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))))
+    grid = grid_of_methods(recipe, ["lora", "mjlora"], [0, 1], [1e-2], controls=False)
+    module.Processes(grid, tmp_path, 2)._encode_ahead(threading.Event())
+    encoded, encode_all = list[Encoder](), Encoder.encode_all
+
+    def watched(encoder: Encoder, rows: Any) -> Any:
+        encoded.append(encoder)
+        return encode_all(encoder, rows)
+
+    monkeypatch.setattr(Encoder, "encode_all", watched)
+    found = list[set[bytes]]()
+    for seed in (0, 1, 2):
+        own, tokenizer = recipe.model_copy(update={"seed": seed}), load_tokenizer(recipe.model)
+        data = training_data(own, expand(recipe.tasks), tokenizer, FastSettings(compile=False, capture=False))
+        found.append({item.input_ids.tobytes() for item in data.items})
+        assert bool(encoded) == (seed == 2)  # of which nobody knew
+    assert found[0] != found[1] != found[2]
 
 
 # GPUs, their memory over the size of the model, runs to make, cores: runs at a time

@@ -62,7 +62,7 @@ def test_twenty_replayed_steps_are_twenty_ordinary_ones(adapter: str, direct: bo
     with replaying(models[1], direct) as report:
         found = train(models[1], twenty_steps())
     # AdaLoRA's regulariser is not in the graph: autograd adds its gradient to the other before both are accumulated
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if direct and adapter == "adalora" else {}
+    tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if direct and adapter == "adalora" else {}
     assert_same(*[{str(n): loss for n, loss in enumerate(losses)} for losses in (found, expected)], **tolerance)
     assert_same(*[settled(model) for model in models], **tolerance)
     assert report.graphs == 3

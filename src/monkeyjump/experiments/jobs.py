@@ -9,8 +9,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
+from itertools import product
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.worker import work
-from monkeyjump.models import resolve
+from monkeyjump.models import load_tokenizer, resolve
 from monkeyjump.record import RunRecord, read_record
+from monkeyjump.training.data import encode_ahead
 from monkeyjump.training.estimate import in_words
 from monkeyjump.training.recipe import Recipe
 
@@ -137,6 +140,9 @@ class Processes(Schedule):
         self.alone: set[Wanted] = set()  # runs that did not fit in memory beside others
 
     def run(self) -> None:
+        ended = threading.Event()
+        encoding = threading.Thread(target=self._encode_ahead, args=(ended,))
+        encoding.start()
         try:
             self._hand_out()
             while self.running:
@@ -149,7 +155,19 @@ class Processes(Schedule):
                 self.workers[number].interrupt()
             for worker in self.workers.values():
                 worker.end()
+            ended.set()
+            encoding.join()
         self.check()
+
+    def _encode_ahead(self, ended: threading.Event) -> None:
+        """Encode the texts of all seeds while the processes are busy: each draws other rows, and takes seconds."""
+        recipes = {repr((recipe.tasks, recipe.data)): recipe for recipe in self.comparison.recipes.values()}.values()
+        with suppress(Exception):  # whatever it is, the run will meet it and tell
+            tokenizer = load_tokenizer(self.comparison.recipe.model)
+            for seed, recipe in product(self.comparison.seeds, recipes):
+                if ended.is_set():
+                    return
+                encode_ahead(recipe.model_copy(update={"seed": seed}), tokenizer)
 
     def _hand_out(self) -> None:
         ready = self.ready({wanted for wanted, *_ in self.running.values()})

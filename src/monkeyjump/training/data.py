@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.tasks import Task
+from monkeyjump.tasks import Task, expand
 from monkeyjump.tasks.batches import BatchSampler, bucket_sizes, by_tokens
 from monkeyjump.tasks.collate import PackingCollator, PaddingCollator
 from monkeyjump.tasks.encode import Encoder
@@ -80,11 +80,22 @@ def encoding(recipe: Recipe) -> dict[str, Any]:
     return {**same, "answer_format": recipe.data.answer}
 
 
-def _mixture(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
+def encode_ahead(recipe: Recipe, tokenizer: Any) -> None:
+    """Leave the training texts of a recipe in the cache on disk, where its run will find them."""
+    tasks = expand(recipe.tasks, recipe.data.bad_media)
+    if not recipe.data.streaming and all(task.modality == "text" for task in tasks):
+        _load(recipe, tasks, Encoder(tokenizer, **encoding(recipe)))
+
+
+def _load(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
     data = recipe.data
     caps: dict[str, int] = {task.name: data.cap for task in tasks if data.cap is not None} | data.caps
     drawn: dict[str, Any] = {"weights": data.weights, "temperature": data.temperature or 1.0}
-    mixture = Mixture.load(tasks, encoder, data.folder, caps=caps, seed=recipe.seed, **drawn)
+    return Mixture.load(tasks, encoder, data.folder, caps=caps, seed=recipe.seed, **drawn)
+
+
+def _mixture(recipe: Recipe, tasks: list[Task], encoder: Encoder) -> Mixture:
+    mixture = _load(recipe, tasks, encoder)
     left_out = {
         "the context of {count} of {all} training texts was cut to max_length": encoder.counts.truncated,
         "{count} training rows were left out because their pictures or clips cannot be used": encoder.counts.unreadable,
