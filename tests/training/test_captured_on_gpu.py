@@ -16,6 +16,7 @@ from monkeyjump.tasks.collate import PackingCollator
 from monkeyjump.tasks.encode import Encoded
 from monkeyjump.training.attention import attending
 from monkeyjump.training.cuda_graphs import CudaGraph, Memory
+from monkeyjump.training.light_steps import LightAdamW, clip_gradients
 from tests.helpers import assert_same, settled, tiny_llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -45,10 +46,13 @@ def batch(rows: int, tokens: int, seed: int) -> dict[str, Tensor]:
     return {name: tensor.cuda() for name, tensor in given.items()}
 
 
-def train(model: Any, inside: Any, steps: int = 20, first: int = 0, task_ids: bool = False) -> tuple[Tensor, Any]:
+def train(
+    model: Any, inside: Any, steps: int = 20, first: int = 0, task_ids: bool = False, light: bool = False
+) -> tuple[Tensor, Any]:
     """Losses of accumulated steps of two shapes, with an evaluation in the middle."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    kind, clip = (LightAdamW, clip_gradients) if light else (torch.optim.AdamW, torch.nn.utils.clip_grad_norm_)
+    optimizer = kind(trained, lr=1e-3, fused=True)
     losses = []
     torch.cuda.manual_seed(5)
     with inside as report:
@@ -60,7 +64,7 @@ def train(model: Any, inside: Any, steps: int = 20, first: int = 0, task_ids: bo
                 loss = model(**given).loss / 2
                 loss.backward()
                 losses.append(loss.detach())
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            clip(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if step == first + 5:
@@ -81,13 +85,14 @@ FRAGILE = ("more",)  # its choices are hard, and turn a last digit into another 
 OURS = ["mjlora", "mjadalora", "mjlorafa", "mjpropulsion", "hydralora", "mixlora", "more", "mjlora_oracle"]
 
 
+@pytest.mark.parametrize("as_a_trainer", [False, True])
 @pytest.mark.parametrize("method", [*OURS, "peft"])
-def test_captured_steps_are_the_eager_ones(method: str) -> None:
+def test_captured_steps_are_the_eager_ones(method: str, as_a_trainer: bool) -> None:
     models = [new(method) for _ in range(2)]
     by_task = method in ("more", "mjlora_oracle")
     expected, _ = train(models[0], nullcontext(), task_ids=by_task)
-    inside = mj.fast(models[1], compile=False, fused_loss="torch", pads_last=True)
-    found, report = train(models[1], inside, task_ids=by_task)
+    inside = mj.fast(models[1], compile=False, fused_loss="torch", pads_last=True, direct=as_a_trainer)
+    found, report = train(models[1], inside, task_ids=by_task, light=as_a_trainer)
     assert (report.captured.graphs, report.captured.replayed) == (2, 38)
     assert_alike(found, expected, first=1e-3 if method in FRAGILE else 1e-5)
     if method not in FRAGILE:

@@ -67,7 +67,8 @@ class Recorded:
         parameters = [self.own.get(parameter, parameter) for parameter in self.trained]
         self.sources = [*(value for value in self.inputs if value.requires_grad), *parameters]
         self.asked = len(self.sources) - len(parameters)  # how many of the sources are inputs
-        self.anchor = torch.zeros((), requires_grad=True)  # stands for all parameters where autograd knows none of them
+        # stands for all parameters where autograd is to know none of them
+        self.anchor = torch.zeros((), device=parameters[0].device if parameters else None, requires_grad=True)
         self.live: list[Tensor] = []  # the outputs that have a gradient, with the graph behind them
         self.shape_of_output: Any = None
         self.upstream: list[Tensor] = []
