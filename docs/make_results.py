@@ -1,8 +1,8 @@
-"""The tables of docs/results.md, from records: `python docs/make_results.py`.
+"""The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, or `claims`, which has no name: every claim of
-the paper that a study tests, and what became of it.
+KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, or `claims`, which has no name: every
+claim of the paper that a study tests, and what became of it.
 """
 
 from __future__ import annotations
@@ -134,6 +134,22 @@ def _pictures(records: Path, name: str) -> Table:
     return Table("", ["", *(task.removesuffix("_set") for task in tasks), "mean", "mjlora less this"], rows)
 
 
+def _serving(records: Path, name: str) -> Table:
+    """A line for each way to serve and number of clients of benchmarks/serve_speed.py, as means of the turns."""
+    record = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
+    speeds: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for row in record["rows"]:
+        by_side = speeds.setdefault((row["way"], row["clients"]), {})
+        by_side.setdefault(row["side"], []).append(row["tokens_per_second"])
+    rows = []
+    for (way, clients), sides in speeds.items():
+        base, routed = fmean(sides["base"]), fmean(sides["mjlora"])
+        words = f"{'continuous batching' if way == 'together' else way}, {clients} client{'s' * (clients > 1)}"
+        turns = ", ".join(f"{a / b:.2f}" for a, b in zip(sides["mjlora"], sides["base"], strict=True))
+        rows.append([words, f"{base:,.0f}", f"{routed:,.0f}", f"{routed / base:.2f}", turns])
+    return Table("", ["tokens/s", "base model", "MJ-LoRA", "share", "of each turn"], rows)
+
+
 def _claims(records: Path, name: str) -> Table:
     """Every claim that a study tests; `study-NAME.json` is its record."""
     rows = []
@@ -150,9 +166,15 @@ def _claims(records: Path, name: str) -> Table:
     return Table("", ["study", "the paper", "here, points with 95 % interval", "verdict"], rows, left=4)
 
 
-TABLES = {"methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "pictures": _pictures, "claims": _claims}
+TABLES = {
+    "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "pictures": _pictures, "serving": _serving,
+    "claims": _claims,
+}  # fmt: skip
 
 
 if __name__ == "__main__":
-    page, records = Path(__file__).parent / "results.md", Path(__file__).parents[1] / "benchmarks" / "results"
-    write_atomic(page, rendered(page.read_text(encoding="utf-8"), records))
+    home = Path(__file__).parent
+    for page in home.glob("*.md"):
+        before = page.read_text(encoding="utf-8")
+        if (after := rendered(before, home.parent / "benchmarks" / "results")) != before:
+            write_atomic(page, after)

@@ -1,4 +1,4 @@
-"""docs/results.md: its tables are those of the records, and a verdict follows from the numbers."""
+"""Tables of measurements in docs: they are those of the records, and a verdict follows from the numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ BLOCK, rendered = SCRIPT["BLOCK"], SCRIPT["rendered"]
 PAGE, RECORDS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
 
 
-def test_the_tables_of_the_page_are_those_of_the_records() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert len(BLOCK.findall(text)) >= 5
-    assert rendered(text, RECORDS) == text, "run: python docs/make_results.py"
+def test_the_tables_of_the_pages_are_those_of_the_records() -> None:
+    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGE.parent.glob("*.md")}
+    tables = {name: len(BLOCK.findall(text)) for name, text in pages.items()}
+    assert tables["results.md"] >= 5
+    assert tables["serve.md"] == 1
+    for text in pages.values():
+        assert rendered(text, RECORDS) == text, "run: python docs/make_results.py"
 
 
 def test_another_record_is_another_page(tmp_path: Path) -> None:
