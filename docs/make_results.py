@@ -1,8 +1,8 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, or `claims`, which has no name: every
-claim of the paper that a study tests, and what became of it.
+KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, or `claims`, which has no name:
+every claim of the paper that a study tests, and what became of it.
 """
 
 from __future__ import annotations
