@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from peft import get_peft_model
 from torch import nn
-from transformers import EarlyStoppingCallback, set_seed
+from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from monkeyjump import methods
 from monkeyjump.config import MonkeyJumpConfig
@@ -25,7 +25,7 @@ from monkeyjump.tasks import Task, expand
 from monkeyjump.tasks.preflight import SplitLook, look_at, origins
 from monkeyjump.tasks.task import SPLITS
 from monkeyjump.training.callbacks import MonkeyJumpCallback
-from monkeyjump.training.data import training_data
+from monkeyjump.training.data import TrainingData, training_data
 from monkeyjump.training.estimate import say_how_long
 from monkeyjump.training.fast import FastReport, FastSettings, fast
 from monkeyjump.training.features import kept_features
@@ -108,17 +108,8 @@ def _run(
     test: bool,
     shared: Shared,
 ) -> RunResult:
-    base, tokenizer = shared.take(recipe)
-    set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
-    model = get_peft_model(base, config)
-    # every rank makes the same buffers, and moves centres by the same sums: nobody has to send them in every forward
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [name for name, _ in model.named_buffers()]
-    )
-    if shared.runs == 1:  # later runs of a grid find the kernels
-        compile_early(model)
-    on_gpu = torch.cuda.is_available()
-    settings = FastSettings.of_recipe(recipe, on_gpu, ranks.num_processes)
+    model, tokenizer = _adapted(recipe, config, shared)
+    settings = FastSettings.of_recipe(recipe, torch.cuda.is_available(), ranks.num_processes)
     batches = training_data(recipe, tasks, tokenizer, settings)
     for split in ("validation", *(["test"] if test else [])):
         encode_pictures(model, tokenizer, tasks, shared.memory, **_scoring(recipe, split))
@@ -131,46 +122,10 @@ def _run(
             say_how_long(model, recipe, batches, steps, looks, tokens, ranks.num_processes)
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
-    interruptible, finite = Interruptible(), NotFinite(recipe.train.not_finite == "skip", tokenizer)
-    switched = fast(model, replace(settings, shapes=batches.shapes))
-    with kept_features(model, recipe, batches), switched as report:
-        trainer = TaskTrainer(
-            model,
-            training_arguments(recipe, steps, on_gpu, unused=any(task.modality != "text" for task in tasks)),
-            batches,
-            lambda current: _validate(current, tokenizer, tasks, recipe, shared.memory),
-            [
-                MonkeyJumpCallback(
-                    seed=recipe.seed,
-                    dataloader=batches.calibration,
-                    revive=recipe.train.revive,
-                    known=shared.centers(recipe),
-                ),
-                ProgressBar(),
-                JsonLines(recipe.folder / "log.jsonl"),
-                interruptible,
-                finite,
-                *shared.callbacks,
-                *([SaveEvery(recipe.train.save_steps)] if recipe.train.save_steps else []),
-                *([EarlyStoppingCallback(recipe.train.patience)] if recipe.train.patience else []),
-            ],
-        )
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        try:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise _no_memory(recipe, trainer.state.global_step + 1, error) from error
-        finally:
-            interruptible.restore()
-        seconds = time.perf_counter() - started
     result = RunResult(recipe.folder, model, tokenizer, tasks, count_parameters(model), is_main=ranks.is_main_process)
-    result.measurements = _measurements(trainer, seconds, report) | {"skipped_steps": finite.skipped}
-    if interruptible.interrupted:
-        result.interrupted = True
+    best = _train(result, recipe, batches, replace(settings, shapes=batches.shapes), steps, checkpoint, shared)
+    if result.interrupted:
         return result
-    best = trainer.state.best_metric  # None or minus infinity: never validated, or never to a number
     result.best_validation = best if best is not None and math.isfinite(best) else None
     if (step := result.measurements["diverged_at"]) is not None:
         kept = "No validation came before it" if best is None else "What is kept is the best checkpoint by validation"
@@ -186,6 +141,73 @@ def _run(
             result.report.save(recipe.folder / "evaluation")  # at once: what comes later may fail
             write_card(result, recipe, config)
     return result
+
+
+def _adapted(recipe: Recipe, config: MonkeyJumpConfig, shared: Shared) -> tuple[Any, Any]:
+    """The base model with a new adapter on it, and its tokenizer."""
+    base, tokenizer = shared.take(recipe)
+    set_seed(recipe.seed)  # loading may draw random numbers, and a shared model is not loaded again
+    model = get_peft_model(base, config)
+    # every rank makes the same buffers, and moves centres by the same sums: nobody has to send them in every forward
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [name for name, _ in model.named_buffers()]
+    )
+    if shared.runs == 1:  # later runs of a grid find the kernels
+        compile_early(model)
+    return model, tokenizer
+
+
+def _train(
+    result: RunResult,
+    recipe: Recipe,
+    batches: TrainingData,
+    settings: FastSettings,
+    steps: int,
+    checkpoint: Path | None,
+    shared: Shared,
+) -> float | None:
+    """Train the model of a result and write down there what was measured.
+
+    Returns the best validation: None, or minus infinity, where there was none, or none that is a number.
+    """
+    model, tokenizer, tasks, on_gpu = result.model, result.tokenizer, result.tasks, torch.cuda.is_available()
+    interruptible, finite = Interruptible(), NotFinite(recipe.train.not_finite == "skip", tokenizer)
+    with kept_features(model, recipe, batches), fast(model, settings) as report:
+        trainer = TaskTrainer(
+            model,
+            training_arguments(recipe, steps, on_gpu, unused=any(task.modality != "text" for task in tasks)),
+            batches,
+            lambda current: _validate(current, tokenizer, tasks, recipe, shared.memory),
+            _callbacks(recipe, batches, shared, interruptible, finite),
+        )
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise _no_memory(recipe, trainer.state.global_step + 1, error) from error
+        finally:
+            interruptible.restore()
+        seconds = time.perf_counter() - started
+    result.measurements = _measurements(trainer, seconds, report) | {"skipped_steps": finite.skipped}
+    result.interrupted = interruptible.interrupted
+    return trainer.state.best_metric
+
+
+def _callbacks(recipe: Recipe, batches: TrainingData, shared: Shared, *own: TrainerCallback) -> list[TrainerCallback]:
+    train = recipe.train
+    return [
+        MonkeyJumpCallback(
+            seed=recipe.seed, dataloader=batches.calibration, revive=train.revive, known=shared.centers(recipe)
+        ),
+        ProgressBar(),
+        JsonLines(recipe.folder / "log.jsonl"),
+        *own,
+        *shared.callbacks,
+        *([SaveEvery(train.save_steps)] if train.save_steps else []),
+        *([EarlyStoppingCallback(train.patience)] if train.patience else []),
+    ]
 
 
 def _no_memory(recipe: Recipe, step: int, error: BaseException) -> NoMemoryError:
