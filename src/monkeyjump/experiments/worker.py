@@ -32,7 +32,6 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
         from monkeyjump.experiments.compare import make_cell
         from monkeyjump.training.shared import Shared
 
-        gc.freeze()  # the modules stay for good, and every run ends with a collection
         if not torch.cuda.is_available():
             torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
         shared = Shared()
@@ -45,6 +44,8 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
                 shared, problem = Shared(), error
             name = "" if isinstance(problem, ConfigError) else f"{type(problem).__name__}: "
             said = None if problem is None else f"{name}{problem}"
+            if problem is None and not gc.get_freeze_count():
+                gc.freeze()  # modules, base model and compiled code stay, and every run ends with two collections
             connection.send((said, isinstance(problem, torch.OutOfMemoryError | NoMemoryError)))
             recipe, test = connection.recv()
             _print_to(recipe.folder / LOG)
