@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-PRELOADED = ["tests.helpers"]
+PRELOADED = ["tests.helpers", "monkeyjump.training.run", "monkeyjump.cli.main"]
 
 
 def in_new_processes(function: Callable[..., None], *arguments: Any, count: int = 1) -> None:

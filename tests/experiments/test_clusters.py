@@ -6,11 +6,6 @@ Most runs here only write a record, so that no worker waits for the imports of a
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +20,13 @@ from monkeyjump.experiments.clusters import OnRay, OnSlurm, run_on
 from monkeyjump.experiments.compare import grid_of_methods, run_grid
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.training.recipe import load_recipe
+from tests.processes import start_process
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 
-def pretend(seconds: float = 0.0, spoil: str = "") -> Callable[[dict[str, Any], bool, str], None]:
-    """A run that writes its record. It is a closure, sent by value: no module of tests is imported by a worker."""
+def pretend(seconds: float = 0.0, spoil: str = "", until: str = "") -> Callable[[dict[str, Any], bool, str], None]:
+    """A run that writes its record, once the file `until` is there. It is a closure, sent by value: no module of tests
+    is imported by a worker."""
 
     def make(settings: dict[str, Any], test: bool, home: str) -> None:
         import os
@@ -44,6 +41,8 @@ def pretend(seconds: float = 0.0, spoil: str = "") -> Callable[[dict[str, Any], 
         with (folder.parents[3] / "made.txt").open("a") as file:
             file.write(f"{folder} {test}\n")
         time.sleep(seconds)
+        while until and not Path(until).exists():
+            time.sleep(0.02)
         if spoil == "kill" and settings["seed"] == 1 and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -123,34 +122,33 @@ def test_a_lost_node_costs_its_runs_alone(cluster: Any, tmp_path: Path) -> None:
         while time.monotonic() < patience and len(list((tmp_path / "there").rglob("seed-*"))) < 4:
             time.sleep(0.05)
         cluster.remove_node(node)
+        (tmp_path / "lost").touch()
 
     node, here, there = cluster.add_node(num_cpus=2, object_store_memory=80 * 2**20), four(), four()
     run_on(Inline(), here, tmp_path / "here")
     losing = threading.Thread(target=lose)
     losing.start()
-    run_on(OnRay(cluster.address, 1, pretend(seconds=3.0)), there, tmp_path / "there")
+    run_on(OnRay(cluster.address, 1, pretend(until=str(tmp_path / "lost"))), there, tmp_path / "there")
     losing.join()
     assert there.final == here.final
     assert len(made(tmp_path / "there")) > 4  # what was running there was made again
 
 
+def drive(address: str, output: str) -> None:
+    run_on(OnRay(address, 1, pretend(seconds=0.7)), grid(), Path(output))
+
+
 def test_a_lost_driver_loses_nothing_that_was_finished(expected: Comparison, cluster: Any, tmp_path: Path) -> None:
-    program = f"""
-        from pathlib import Path
-        from monkeyjump.experiments.clusters import OnRay, run_on
-        from tests.experiments.test_clusters import grid, pretend
-        run_on(OnRay({cluster.address!r}, 1, pretend(seconds=0.7)), grid(), Path({str(tmp_path)!r}))
-    """
-    driver = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.DEVNULL)
+    driver = start_process(drive, cluster.address, str(tmp_path))
     try:
         patience = time.monotonic() + 300
         while len(finished := list(tmp_path.rglob("record.json"))) < 3:
-            assert driver.poll() is None
+            assert driver.is_alive()
             assert time.monotonic() < patience
             time.sleep(0.1)
     finally:
-        os.kill(driver.pid, signal.SIGKILL)
-        driver.wait()
+        driver.kill()
+        driver.join()
     found, before = grid(), {path: path.stat().st_mtime_ns for path in finished}
     run_on(OnRay(cluster.address, 1, pretend()), found, tmp_path)
     assert (found.searched, found.final) == (expected.searched, expected.final)

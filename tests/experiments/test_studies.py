@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from monkeyjump import methods
+from monkeyjump.analysis import changed_models, inspect
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments.study import PLAIN, Study, grid_of, load_study, names, variants_of
@@ -115,7 +116,11 @@ def test_a_real_study(tmp_path: Path) -> None:
     assert 0 < gates["config"]["adapter"]["uniform_gate"] < 1
 
 
-def test_studies_of_one_adapter_show_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_studies_of_one_adapter_show_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "SAMPLE", 90)  # as in tests/cli/test_inspect.py, which looks at what they show
+    monkeypatch.setattr(changed_models, "SHUFFLES", 2)
     recipe = write_recipe(tmp_path, save_tiny_model(tmp_path / "tiny"))
     words = [
         "--recipe",

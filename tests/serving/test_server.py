@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 
 from monkeyjump.cli.main import main
 from monkeyjump.models import load_model
+from tests.processes import start_process
 from tests.serving.conftest import LONGEST
 from tests.serving.test_answers import PROMPTS, plain
 
@@ -253,23 +254,38 @@ def test_who_may_ask(server: Any) -> None:
     assert raw(server, None, "/v1/chat/completions")[0] == 405
 
 
-def test_above_the_limit_clients_are_sent_away_and_a_stop_is_graceful(folders: list[Path]) -> None:
+def serve(words: list[str], said: Path) -> None:
+    """A server in a copy of the process that has imported the library."""
+    with said.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        code = main(["serve", *words, "--port", "0"])
+    sys.exit(code)
+
+
+def test_above_the_limit_clients_are_sent_away_and_a_stop_is_graceful(folders: list[Path], tmp_path: Path) -> None:
     """A second server: one request at a time, and its end."""
-    with served(str(folders[0]), "--concurrent", "1", "--max-tokens", str(LONGEST)) as small:
-        client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{small.port}/v1", api_key="none", max_retries=0, timeout=WAIT
-        )
+    said = tmp_path / "said"
+    process = start_process(serve, [str(folders[0]), "--concurrent", "1", "--max-tokens", str(LONGEST)], said)
+    try:
+        patience = time.monotonic() + START
+        while not (said.exists() and (found := re.search(r"http://[^:]+:(\d+)/v1(.|\n)*stop it", said.read_text()))):
+            assert process.is_alive()
+            assert time.monotonic() < patience
+            time.sleep(0.05)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{found[1]}/v1", api_key="none", max_retries=0, timeout=WAIT)
         first = ask(client, "first", "Go", 400, stream=True)
         next(iter(first))
         with pytest.raises(openai.RateLimitError, match="1 requests"):
             ask(client, "first", "Go")
-        small.process.send_signal(signal.SIGTERM)
+        process.terminate()
         rest = list(first)  # what runs comes to its end
         assert rest[-1].choices[0].finish_reason == "length"
-        assert small.process.wait(WAIT) == 0
-        assert small.process.stderr.read().count("Traceback") == 0
+        process.join(WAIT)
+        assert process.exitcode == 0
+        assert said.read_text().count("Traceback") == 0
         with pytest.raises(openai.APIConnectionError):
             ask(client, "first", "Go")
+    finally:
+        process.kill()  # does nothing to one that has ended
 
 
 @contextmanager

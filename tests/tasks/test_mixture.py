@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import islice
+from multiprocessing import set_forkserver_preload
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from monkeyjump.tasks.batches import BatchSampler, by_tokens
 from monkeyjump.tasks.collate import PackingCollator
 from monkeyjump.tasks.encode import Encoded, Encoder
 from monkeyjump.tasks.mixture import Mixture, StreamingMixture, draw, quotas
+from tests.processes import PRELOADED
 
 
 def group(task_id: int, count: int) -> list[Encoded]:
@@ -121,9 +123,10 @@ def test_streaming_weights_and_repeat(tokenizer: Any) -> None:
     assert drawn[0] > 400  # more than the task has: it came round again
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", "forkserver"])
 def test_workers_share_the_work(tokenizer: Any, start: str) -> None:
-    """Workers that are copies of this process, and workers that are sent all they need."""
+    """Workers that are copies of this process, and workers that are sent all they need, as those of "spawn" are."""
+    set_forkserver_preload(PRELOADED)
     encoder = Encoder(tokenizer)
     stream, mixture = StreamingMixture(tasks.expand("place"), encoder), Mixture.load(tasks.expand("place"), encoder)
     settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": start}
