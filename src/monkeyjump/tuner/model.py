@@ -6,6 +6,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -253,16 +254,24 @@ def _call_when_wrapped(tuner: MonkeyJumpModel) -> None:
     weakref.finalize(tuner, handle.remove)
 
 
+@cache
+def _built_in_names() -> frozenset[str]:
+    """The names of all tensors that the adapters and routers of this library have."""
+    sigmoid = MonkeyJumpConfig(router="sigmoid", method_options={"router_hidden": "swiglu", "threshold": 0.5})
+    with torch.device("meta"):
+        owners: list[nn.Module] = [
+            ADAPTERS.get(kind)(1, 1, MonkeyJumpConfig()) for kind in ADAPTERS if ADAPTERS.built_in(kind)
+        ]
+        owners += [LearnedRouter(1, 1, sigmoid), RankSelector(1, 1, 1, "none")]
+        owners += [ParallelBottleneck(1, 1), AttentionPrompt(1, 1, 1)]
+    return frozenset(name for owner in owners for name in owner.state_dict())
+
+
 def _check_name(adapter_name: str, config: MonkeyJumpConfig) -> None:
     """Refuse the name of a tensor: PEFT finds an adapter's tensors by parts of their keys and would mix them up."""
     with torch.device("meta"):
-        owners: list[nn.Module] = [
-            ADAPTERS.get(kind)(1, 1, config) for kind in ADAPTERS if ADAPTERS.built_in(kind) or kind == config.adapter
-        ]
-        sigmoid = MonkeyJumpConfig(router="sigmoid", method_options={"router_hidden": "swiglu", "threshold": 0.5})
-        owners += [LearnedRouter(1, 1, sigmoid), RankSelector(1, 1, 1, "none")]
-        owners += [ParallelBottleneck(1, 1), AttentionPrompt(1, 1, 1)]
-    taken = sorted({name for owner in owners for name in owner.state_dict()})
+        own: nn.Module = ADAPTERS.get(config.adapter)(1, 1, config)
+    taken = sorted({*_built_in_names(), *own.state_dict()})
     if adapter_name in taken:
         raise ConfigError(
             f"adapter name {adapter_name!r} is also the name of a tensor of an adapter or router ({', '.join(taken)}): "
