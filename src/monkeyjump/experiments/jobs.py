@@ -161,13 +161,14 @@ class Processes(Schedule):
 
     def _encode_ahead(self, ended: threading.Event) -> None:
         """Encode the texts of all seeds while the processes are busy: each draws other rows, and takes seconds."""
-        recipes = {repr((recipe.tasks, recipe.data)): recipe for recipe in self.comparison.recipes.values()}.values()
+        all_of = self.comparison.recipes.values()
+        recipes = {repr((recipe.model, recipe.tasks, recipe.data)): recipe for recipe in all_of}.values()
         with suppress(Exception):  # whatever it is, the run will meet it and tell
-            tokenizer = load_tokenizer(self.comparison.recipe.model)
+            tokenizers = {name: load_tokenizer(name) for name in {recipe.model for recipe in recipes}}
             for seed, recipe in product(self.comparison.seeds, recipes):
                 if ended.is_set():
                     return
-                encode_ahead(recipe.model_copy(update={"seed": seed}), tokenizer)
+                encode_ahead(recipe.model_copy(update={"seed": seed}), tokenizers[recipe.model])
 
     def _hand_out(self) -> None:
         ready = self.ready({wanted for wanted, *_ in self.running.values()})
