@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import monkeyjump as mj
 from tests.helpers import (
@@ -28,6 +28,7 @@ from tests.helpers import (
 )
 
 KINDS = [{"use_reentrant": True}, {"use_reentrant": False}]
+PARTLY = {"every_n_layers": 2}  # what Transformers offers beside them from 5.23 on
 MODES: list[dict[str, Any]] = [
     {"granularity": "token", "ema_interval": 1},
     {"granularity": "token", "ema_interval": 2, "dropout": 0.3, "jitter": 0.3},
@@ -37,9 +38,12 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-def run(mode: dict[str, Any], kind: dict[str, bool] | None, steps: int = 4) -> tuple[list[dict], list[dict], PeftModel]:
+def run(mode: dict[str, Any], kind: dict[str, Any] | None, steps: int = 4) -> tuple[list[dict], list[dict], PeftModel]:
     model = adapted(tiny_llama(3, use_cache=False), **mode)
-    if kind is not None:
+    if kind is PARTLY:
+        model.get_base_model().activation_checkpointing_enable(**PARTLY)
+        assert [block.gradient_checkpointing for block in model.get_base_model().model.layers] == [True, False, True]
+    elif kind is not None:
         model.gradient_checkpointing_enable(kind)
         model.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
     model.train()
@@ -59,8 +63,10 @@ def run(mode: dict[str, Any], kind: dict[str, bool] | None, steps: int = 4) -> t
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["token", "token dropout jitter", "lora_fa", "sequence", "task"])
-@pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
-def test_on_equals_off(mode: dict[str, Any], kind: dict[str, bool]) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, PARTLY], ids=["reentrant", "non-reentrant", "every second block"])
+def test_on_equals_off(mode: dict[str, Any], kind: dict[str, Any]) -> None:
+    if kind is PARTLY and not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("before Transformers 5.23")
     plain_gradients, plain_states, _ = run(mode, None)
     gradients_, states, model = run(mode, kind)
     assert model.get_base_model().is_gradient_checkpointing
@@ -140,3 +146,24 @@ def test_a_model_with_dropout_of_its_own(kind: dict[str, bool], method: str) -> 
         results.append((gradients(model), routing_state(model)))
     assert_same(results[0][0], results[1][0], rtol=1e-5, atol=1e-7)
     assert_same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
+def test_a_router_that_comes_later(kind: dict[str, bool]) -> None:
+    """A second adapter brings routers of another class to blocks that have been checkpointed before."""
+    found = []
+    for checkpointing in (False, True):
+        model = adapted(tiny_llama(2, use_cache=False))
+        if checkpointing:
+            model.gradient_checkpointing_enable(kind)
+            model.enable_input_require_grads()
+        model.train()(**lm_batch()).loss.backward()
+        settings = {"task_type": "CAUSAL_LM", "dropout": 0.0, "aux_loss_weight": 0.0}
+        model.add_adapter("mixture", mj.methods.build("moelora", **settings))
+        model.set_adapter("mixture")
+        disturb(model)
+        model.zero_grad()
+        model(**lm_batch(seed=1)).loss.backward()
+        found.append(gradients(model))
+    assert any("router" in name for name in found[0])
+    assert_same(*found, rtol=1e-5, atol=1e-7)

@@ -66,13 +66,16 @@ def on_a_plan(rank: int, port: int, folder: str) -> None:
 
 def experts_on_a_plan(folder: str) -> None:
     """Adapters on attention, with the experts of the base spread over the ranks, train as in the whole model."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     if "ep_size" not in inspect.signature(DistributedConfig).parameters:  # before Transformers 5.19
         return
-    plan = DistributedConfig(tp_size=2, ep_size=2, tp_plan={})
-    spread = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    config = AutoConfig.from_pretrained(folder)
+    # of the tensor-parallel rules only those that give way to expert parallelism: from 5.23 on there must be some
+    config.base_model_tp_plan = {name: how for name, how in config.base_model_tp_plan.items() if "experts" in name}
+    plan = DistributedConfig(tp_size=2, ep_size=2)
+    spread = AutoModelForCausalLM.from_pretrained(folder, config=config, distributed_config=plan)
     assert hasattr(spread.model.layers[0].mlp.experts.down_proj, "device_mesh")
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     models: list[Any] = [spread, AutoModelForCausalLM.from_pretrained(folder)]

@@ -26,6 +26,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.training.progress import say
 from monkeyjump.tuner.model import find_context
 from monkeyjump.tuner.module_paths import block_of, owner_of
+from monkeyjump.tuner.recomputation import recomputes_forward, routed_forward
 
 BACKEND = "inductor"
 # Of one shape and one kind of block: a batch without padding needs no mask, a recomputed block stages nothing. Twice
@@ -67,7 +68,10 @@ def compiled(
         accumulated_recompile_limit=max(256, limit),
         specialize_float=True,  # rates and scales are no lengths
     )
-    call = torch.compile(whole_call, backend=backend or BACKEND, fullgraph=True, dynamic=any_length)
+    call, forward = (
+        torch.compile(function, backend=backend or BACKEND, fullgraph=True, dynamic=any_length)
+        for function in (whole_call, routed_forward)
+    )
     configs = {name: sorted(vars(c).items(), key=str) for name, c in getattr(model, "peft_config", {}).items()}
     _forget_others((kinds, any_length, str(backend or BACKEND), str(configs)), limit)
     context = find_context(base)
@@ -80,7 +84,7 @@ def compiled(
             AsyncCompile.warm_pool()  # else the first graph would compile its kernels itself
     with patched, _measured() as report:
         for part in parts:
-            part._compiled_call_impl = _TrainingCall(part, what, call, report, asked)
+            part._compiled_call_impl = _TrainingCall(part, what, call, forward, report, asked)
         try:
             yield report
         finally:
@@ -119,9 +123,9 @@ def _forget_others(made_for: Any, limit: int) -> None:
     goes on with them, and those of another would only count against the limit."""
     from torch._dynamo import eval_frame
 
-    made = len(eval_frame._debug_get_cache_entry_list(whole_call.__code__))
-    if made_for != _last[0] or 2 * made >= limit:
-        eval_frame.reset_code(whole_call.__code__)
+    for code in (whole_call.__code__, routed_forward.__code__):
+        if made_for != _last[0] or 2 * len(eval_frame._debug_get_cache_entry_list(code)) >= limit:
+            eval_frame.reset_code(code)
     _last[0] = made_for
 
 
@@ -138,20 +142,30 @@ class _TrainingCall:
     module: Any
     what: str
     call: Callable[..., Any]
+    forward: Callable[..., Any]
     report: CompileReport
     asked: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()) or self.report.given_up:
-            return self.module._call_impl(*args, **kwargs)
-        from torch._dynamo import exc
-
-        if self.what == "blocks" and args and not args[0].requires_grad:
+        if self.what == "blocks" and args and not args[0].requires_grad and torch.is_grad_enabled():
             # the first block as the others, so that one graph serves all
             args = args[0].detach().requires_grad_(), *args[1:]
+        if recomputes_forward(self.module):  # what is compiled lies inside of what is checkpointed
+            return self.module._call_impl(*args, **kwargs)
+        return self._compiled(self.call, whole_call, self.module, *args, **kwargs)
+
+    def routed_forward(self, *args: Any) -> Any:
+        """The forward of a block that is checkpointed without its hooks."""
+        return self._compiled(self.forward, routed_forward, *args)
+
+    def _compiled(self, call: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (self.module.training and torch.is_grad_enabled()) or self.report.given_up:
+            return plain(*args, **kwargs)
+        from torch._dynamo import exc
+
         name = type(self.module).__name__
         try:
-            return self.call(self.module, *args, **kwargs)
+            return call(*args, **kwargs)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             reason = f"the compiler failed on {name}"  # the code that was generated does not compile
             if isinstance(error, exc.Unsupported):
@@ -167,7 +181,7 @@ class _TrainingCall:
             )
         self.report.given_up = reason
         say(f"not compiled: {reason}")
-        return self.module._call_impl(*args, **kwargs)
+        return plain(*args, **kwargs)
 
 
 @contextmanager

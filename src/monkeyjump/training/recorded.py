@@ -22,7 +22,7 @@ from monkeyjump.training.plain_lora import SEEDS, FasterLinear
 from monkeyjump.tuner.call import calls_of
 from monkeyjump.tuner.context import RoutingContext
 from monkeyjump.tuner.fast.shared_inputs import Seeds
-from monkeyjump.tuner.recomputation import HOLDERS
+from monkeyjump.tuner.recomputation import HOLDERS, CarriesCall
 
 TOLD = ("labels", "task_ids", "prompt_lengths", "token_ids")  # what the stack reads of the call around it
 SAID = ("load", "probability", "contrastive")  # what learned routers say to the top of the model
@@ -269,7 +269,8 @@ def _without_random_states(module: nn.Module) -> Iterator[None]:
             setattr(layer, SEEDS, {})
             stack.callback(delattr, layer, SEEDS)
         for part, name in holders:
-            checkpoint = getattr(part, name)
+            checkpoint, options = getattr(part, name), {"preserve_rng_state": False}
             stack.callback(setattr, part, name, checkpoint)
-            setattr(part, name, partial(checkpoint, preserve_rng_state=False))
+            carries = isinstance(checkpoint, CarriesCall)
+            setattr(part, name, checkpoint.with_options(**options) if carries else partial(checkpoint, **options))
         yield

@@ -78,7 +78,7 @@ class BlockList:
             refuse_unknown_recomputation(self.path)
             self.context.shared_inputs.draw_seeds(blocks.call)
             if not torch.compiler.is_compiling():
-                carry_calls(self.checkpointing())
+                carry_calls(self.checkpointing(), list(self.routers.values()))
         active, collector = self.active(), self.context.collector
         if not active and collector is None:
             return

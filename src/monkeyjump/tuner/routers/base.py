@@ -16,7 +16,7 @@ from monkeyjump.ops.lowrank import GateColumns
 from monkeyjump.tuner.call import BlocksCall, expanded_rows, hidden_states, running
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 from monkeyjump.tuner.placement import Block
-from monkeyjump.tuner.recomputation import refuse_unknown_recomputation
+from monkeyjump.tuner.recomputation import recomputes_forward, refuse_unknown_recomputation
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.block_list import BlockList
@@ -27,6 +27,7 @@ class BlockRouter:
 
     def __init__(self, blocks: BlockList, block: Block, module: nn.Module) -> None:
         self.blocks = blocks
+        self.module = module
         self.key = block.key
         self.path = block.path
         self.names: dict[str, tuple[str, ...]] = {}  # adapter name -> its experts, in order
@@ -57,6 +58,13 @@ class BlockRouter:
         ]
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return None if recomputes_forward(module) else self.begin(module, args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not recomputes_forward(module):
+            self.end(module, args, output)
+
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Decide for every active adapter. This runs when the block is entered."""
         active = self.active()
         if active or self.collects():
@@ -65,7 +73,7 @@ class BlockRouter:
             call.shape = (h.shape[0], h.shape[1])
             self.decide(active, h, module.training, call)
 
-    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def end(self, module: nn.Module, args: tuple, output: Any) -> None:
         call = running().blocks
         if call is not None:
             for name in self.layers:
@@ -131,6 +139,7 @@ class BlockRouter:
     def _gates_of(self, adapter_name: str) -> Tensor:
         call = running().blocks
         if call is None or adapter_name not in call.gates:
+            refuse_unknown_recomputation(self.path)
             raise self._outside()
         return call.gates[adapter_name]
 

@@ -37,7 +37,6 @@ class LearnedRouterOfBlock(BlockRouter):
 
     def __init__(self, blocks: BlockList, block: Block, module: nn.Module) -> None:
         super().__init__(blocks, block, module)
-        self.module = module
         self.reads_norm = False
         self.experts: dict[str, int] = {}
         self.statements: dict[tuple[str, int], Statement] = {}  # by adapter name and position

@@ -192,9 +192,9 @@ class IdleRouter(LearnedRouterOfBlock):
         super().add(adapter_name, config, block, layers)
         layers[0].routers.pop(adapter_name)  # its adapter is always on
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Route, for the balance loss; without one, give the router a gradient of zero instead of none."""
-        super().before(module, args, kwargs)
+        super().begin(module, args, kwargs)
         call = running().blocks
         if call is None or not self.active():
             return None

@@ -45,8 +45,8 @@ class MoreRouter(LearnedRouterOfBlock):
         """There are none: ranks are taken, not experts."""
         return {}
 
-    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        super().after(module, args, output)
+    def end(self, module: nn.Module, args: tuple, output: Any) -> None:
+        super().end(module, args, output)
         call = running().blocks
         if call is not None:
             for name in self.layers:
