@@ -41,8 +41,9 @@ MODES: list[dict[str, Any]] = [
 def run(mode: dict[str, Any], kind: dict[str, Any] | None, steps: int = 4) -> tuple[list[dict], list[dict], PeftModel]:
     model = adapted(tiny_llama(3, use_cache=False), **mode)
     if kind is PARTLY:
-        model.get_base_model().activation_checkpointing_enable(**PARTLY)
-        assert [block.gradient_checkpointing for block in model.get_base_model().model.layers] == [True, False, True]
+        base: Any = model.get_base_model()
+        base.activation_checkpointing_enable(**PARTLY)
+        assert [block.gradient_checkpointing for block in base.model.layers] == [True, False, True]
     elif kind is not None:
         model.gradient_checkpointing_enable(kind)
         model.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
@@ -158,7 +159,7 @@ def test_a_router_that_comes_later(kind: dict[str, bool]) -> None:
             model.gradient_checkpointing_enable(kind)
             model.enable_input_require_grads()
         model.train()(**lm_batch()).loss.backward()
-        settings = {"task_type": "CAUSAL_LM", "dropout": 0.0, "aux_loss_weight": 0.0}
+        settings: dict[str, Any] = {"task_type": "CAUSAL_LM", "dropout": 0.0, "aux_loss_weight": 0.0}
         model.add_adapter("mixture", mj.methods.build("moelora", **settings))
         model.set_adapter("mixture")
         disturb(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
@@ -10,6 +11,7 @@ from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments.conflict_tasks import Setting, write_tasks
 from monkeyjump.experiments.forecast import Forecast, forecast, passed_around
+from monkeyjump.record import read_record
 from monkeyjump.tasks import Example
 from monkeyjump.training.recipe import Recipe, overridden
 from tests.tiny_folder import save_tiny_model
@@ -20,9 +22,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def of(setting: Setting, tiny: Path, folder: Path) -> Forecast:
+def of(setting: Setting, tiny: Path, folder: Path, rows: int = 200, draws: int = 1) -> Forecast:
     recipe = overridden(Recipe(), [f"model={tiny}", "data.answer=text", "adapter.init_tokens=200", "data.cap=40"])
-    return forecast(recipe.model_copy(update={"tasks": write_tasks(setting, folder)}), rows=200)
+    return forecast(recipe.model_copy(update={"tasks": write_tasks(setting, folder)}), rows, draws)
 
 
 def test_rules_that_agree_and_rules_that_do_not(tiny: Path, tmp_path: Path) -> None:
@@ -32,6 +34,13 @@ def test_rules_that_agree_and_rules_that_do_not(tiny: Path, tmp_path: Path) -> N
     assert opposed.agreement < 0.1
     assert same.within == pytest.approx(opposed.within, abs=0.3)  # the measure of noise knows nothing of conflict
     assert [row[0] for row in same.table().rows] == ["rule-00", "rule-01"]
+
+
+def test_every_draw_reads_other_rows(tiny: Path, tmp_path: Path) -> None:
+    found = of(Setting(0, 2, 1, "given"), tiny, tmp_path, rows=100, draws=3)
+    assert len(set(found.draws)) == 3
+    assert found.standard_error == pytest.approx(stdev(found.draws) / 3**0.5)
+    assert found.agreement == pytest.approx(fmean(found.draws), abs=0.1)
 
 
 def test_every_answer_stays_and_goes_to_another_row() -> None:
@@ -57,10 +66,13 @@ def test_the_verb(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "data.cap=24",
         "data.max_length=512",
     ]
-    assert main(["forecast", "quickstart", *settings, "--rows", "8"]) == 0
+    command = ["forecast", "quickstart", *settings, "--rows", "8", "--output", str(tmp_path / "found.json")]
+    assert main(command) == 0
     said = capsys.readouterr().out
     assert "agreement of the tasks" in said
-    assert max(map(len, said.splitlines())) <= 90
+    assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 90
+    assert read_record(tmp_path / "found.json").metrics["tasks"] == ["opinion", "tense"]
+    assert main(command) == 2  # nothing is overwritten
     assert main(["forecast", "quickstart", "--rows", "2"]) == 2
     with pytest.raises(ConfigError, match="is one task: a forecast compares at least two"):
         forecast(Recipe(tasks=["opinion"]))

@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(list(sys.argv[1:] if argv is None else argv))
     for name in ("torchao", "torch.utils._pytree"):  # what they say on import is about builds of torchao, not to users
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+    # PEFT 0.21 asks Transformers from 5.23 on by a name that is going away
+    warnings.filterwarnings("ignore", r".is_gradient_checkpointing. is deprecated", FutureWarning)
     warnings.formatwarning = _format_warning
     try:
         return options.run(options)

@@ -8,10 +8,11 @@ halves: the agreement of its own halves is the most that noise leaves of the agr
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -32,17 +33,19 @@ from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.shared import Shared
 from monkeyjump.tuner.centers.calibrate import initialize_centers
 
+Cosines = list[list[float]]
 READ = ("input_ids", "attention_mask", "labels", "pixel_values", "image_sizes")
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """`cosines[a][b]`: the first half of task a with the second half of task b."""
+    """`cosines[a][b]`: the first half of task a with the second half of task b, the mean over all draws of rows."""
 
     tasks: list[str]
-    cosines: list[list[float]]
+    cosines: Cosines
     bits: float  # of task information in the choice of an expert, the mean over blocks; see `analysis.usage`
     most_bits: float  # of the block that says most
+    draws: list[float] = field(default_factory=list)  # the agreement of every draw by itself
 
     @property
     def within(self) -> float:
@@ -58,6 +61,12 @@ class Forecast:
         """1: all tasks ask for the same; 0: they have nothing to do with each other; below 0: they are opposed."""
         return self.between / self.within if self.within > 0 else float("nan")
 
+    @property
+    def standard_error(self) -> float | None:
+        """Of the agreement; None for one draw, or where a task does not agree with itself in some draw."""
+        known = len(self.draws) > 1 and all(map(math.isfinite, self.draws))
+        return stdev(self.draws) / len(self.draws) ** 0.5 if known else None
+
     def table(self) -> Table:
         count, rows = range(len(self.tasks)), []
         for task in count:
@@ -69,12 +78,12 @@ class Forecast:
         return Table("Gradients before training", ["task", "own halves", "with others", "least with"], rows)
 
     def to_dict(self) -> dict[str, Any]:
-        summary = {name: getattr(self, name) for name in ("within", "between", "agreement", "bits", "most_bits")}
-        return {"tasks": self.tasks, "cosines": self.cosines, **summary}
+        derived = {name: getattr(self, name) for name in ("within", "between", "agreement", "standard_error")}
+        return {**asdict(self), **derived}
 
 
-def forecast(recipe: Recipe, rows: int = 64, shared: Shared | None = None) -> Forecast:
-    """Read `rows` training rows of each task, and the centres that the recipe would start from."""
+def forecast(recipe: Recipe, rows: int = 64, draws: int = 1, shared: Shared | None = None) -> Forecast:
+    """Read `rows` training rows of each task, other ones in every draw, and the centres that the recipe starts from."""
     tasks = [task for task in expand(recipe.tasks, recipe.data.bad_media) if "train" not in task.absent]
     if len(tasks) < 2:
         raise ConfigError(f"tasks={recipe.tasks} is one task: a forecast compares at least two.", title="forecast")
@@ -84,17 +93,20 @@ def forecast(recipe: Recipe, rows: int = 64, shared: Shared | None = None) -> Fo
     encoder = Encoder(tokenizer, {task.name: place for place, task in enumerate(tasks)}, **encoding(recipe))
     rank = recipe.adapter.get("r", 2)
     plain = get_peft_model(base, methods.build("lora", "mj_paper", r=rank, dropout=0.0))
-    halves = []
-    for task in tasks:
-        examples = load_examples(task, "train", recipe.data.folder, seed=recipe.seed)
-        drawn = random.Random(recipe.seed).sample(examples, min(rows, len(examples)))
-        for half in (drawn[::2], drawn[1::2]):
-            halves.append(_gradient(plain, encoder, half) - _gradient(plain, encoder, passed_around(half)))
-    both = nn.functional.normalize(torch.stack(halves), dim=1).view(len(tasks), 2, -1)
-    cosines = both[:, 0] @ both[:, 1].T
+    examples = [load_examples(task, "train", recipe.data.folder, seed=recipe.seed) for task in tasks]
+    found = []
+    for draw in range(draws):
+        halves = []
+        for there in examples:
+            drawn = random.Random(recipe.seed + draw).sample(there, min(rows, len(there)))
+            for half in (drawn[::2], drawn[1::2]):
+                halves.append(_gradient(plain, encoder, half) - _gradient(plain, encoder, passed_around(half)))
+        both = nn.functional.normalize(torch.stack(halves), dim=1).view(len(tasks), 2, -1)
+        found.append(both[:, 0] @ both[:, 1].T)
     shared.give_back(plain, tokenizer)
-    bits = _bits(recipe, tasks, shared)
-    return Forecast([task.name for task in tasks], cosines.tolist(), fmean(bits), max(bits))
+    bits, named = _bits(recipe, tasks, shared), [task.name for task in tasks]
+    each = [Forecast(named, cosines.tolist(), 0.0, 0.0).agreement for cosines in found]
+    return Forecast(named, torch.stack(found).mean(0).tolist(), fmean(bits), max(bits), each)
 
 
 def passed_around(examples: Sequence[Example]) -> list[Example]:

@@ -28,6 +28,8 @@ from monkeyjump.training.recipe import Recipe
 COMPLETE = "complete"  # written into a checkpoint when all else of it is
 KEPT = 1_000  # batches that are looked at when a loss is no finite number
 SHOWN, BEGIN = 4, 50  # rows of one, and letters of each
+# what the Trainer calls gradient checkpointing, from Transformers 5.23 on and before
+CHECKPOINTING = f"{'activation' if hasattr(TrainingArguments, 'activation_checkpointing') else 'gradient'}_checkpointing"
 Recent = deque[tuple[int, Tensor, Tensor | None]]  # steps since the last log, with losses and ids
 Scorer = Callable[[nn.Module], dict[str, float]]  # model -> {"mean": ..., task: ...}
 
@@ -208,7 +210,6 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool, unused: bool = 
         max_steps=train.max_steps or -1,
         per_device_train_batch_size=1 if recipe.data.packing else train.batch_size,
         gradient_accumulation_steps=train.accumulation,
-        gradient_checkpointing=train.gradient_checkpointing,
         eval_strategy="steps",
         eval_steps=every,
         save_strategy="steps",
@@ -232,6 +233,7 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool, unused: bool = 
         ddp_find_unused_parameters=unused,
         # streams are the same on every rank, and batches of different widths cannot be sent around as one
         accelerator_config={"dispatch_batches": False},
+        **({CHECKPOINTING: True} if train.gradient_checkpointing else {}),
     )
 
 

@@ -61,8 +61,8 @@ def recomputes_forward(block: Any) -> bool:
     )
 
 
-def _routed(routers: Sequence[BlockRouter], forward: functools.partial, *args: Any) -> Any:
-    """The forward of a block and its routers, as a checkpoint function of Transformers is given it; maybe compiled."""
+def _routed(routers: Sequence[BlockRouter], forward: Any, *args: Any) -> Any:
+    """The forward of a block and its routers; `forward` is the partial function that Transformers checkpoints."""
     block, kwargs = forward.args[0], forward.keywords
     compiled = getattr(block._compiled_call_impl, "routed_forward", routed_forward)
     return compiled(block, forward.func, routers, args, kwargs)
