@@ -20,10 +20,7 @@ from monkeyjump.record import RunRecord, write_record
 from monkeyjump.training.recipe import Recipe, load_recipe, overridden
 from monkeyjump.training.shared import Shared
 
-PLACES = [
-    *(Setting(conflict, rules, 1, "given") for rules in (2, 4, 8) for conflict in (0, 0.5, 1)),
-    *(Setting(conflict, 4, 1, cue) for cue in ("wording", "domain") for conflict in (0, 1)),
-]
+PLACES = [*(Setting(conflict, 4, 1, "given") for conflict in (0, 0.5, 1)), Setting(1, 4, 1, "domain")]
 
 
 def main() -> None:
@@ -46,7 +43,9 @@ def main() -> None:
             found = forecast(recipe, options.rows, options.draws, shared)
             record.metrics[name] = {**found.to_dict(), "seconds": round(time.perf_counter() - began, 1)}
             write_record(record, options.output)
-            print(f"{name:16} {found.agreement:+.2f} ±{found.standard_error or 0:.2f}  bits {found.bits:.3f}", flush=True)
+            print(
+                f"{name:16} {found.agreement:+.2f} ±{found.standard_error or 0:.2f}  bits {found.bits:.3f}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import monkeyjump as mj
 from tests.helpers import adapted, assert_same, gradients, lm_batch, routing_state, tiny_llama
 from tests.processes import free_port, in_new_processes, join_group
+from tests.replay import replaying
 
 STEPS = 4
 ADALORA: dict[str, Any] = {
@@ -26,10 +27,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence": {"broadcast_buffers": False, "granularity": "sequence"},
     "lora_fa, top1": {"broadcast_buffers": True, "adapter": "lora_fa", "ema_assign": "top1", "top_k": 1},
     "two micro-batches": {"broadcast_buffers": True, "accumulate": 2},
+    "captured": {"broadcast_buffers": True, "captured": True},
+    "captured, two micro-batches": {"broadcast_buffers": False, "accumulate": 2, "captured": True},
+    "captured, learned": {"broadcast_buffers": False, "placement": "projection", "router": "linear", "captured": True},
     "adalora experts": {"broadcast_buffers": True, "accumulate": 2, "score_per_token": True, **ADALORA},
     "adalora experts, buffers left alone": {"broadcast_buffers": False, "score_per_token": True, **ADALORA},
 }
-NOT_OURS = ("broadcast_buffers", "use_reentrant", "accumulate")
+NOT_OURS = ("broadcast_buffers", "use_reentrant", "accumulate", "captured")
 
 
 def build(case: str) -> Any:
@@ -69,7 +73,13 @@ def worker(rank: int, port: int, folder: str) -> None:
     for case, settings in CASES.items():
         inner = build(case)
         model = DistributedDataParallel(inner, broadcast_buffers=settings["broadcast_buffers"])
-        results[case] = train(model, inner, case, slice(2 * rank, 2 * rank + 2))
+        rows = slice(2 * rank, 2 * rank + 2)
+        if settings.get("captured"):
+            with replaying(inner, [inner.get_base_model().model]) as report:
+                results[case] = train(model, inner, case, rows)
+            assert (report.graphs, report.replayed) == (1, STEPS - 1)  # the first forward of a shape runs as it is
+        else:
+            results[case] = train(model, inner, case, rows)
     kmeans = adapted(tiny_llama(2), center_init="kmeans")
     data = [{"input_ids": lm_batch(seed=10 * rank + s)["input_ids"]} for s in range(2)]  # each rank has its own data
     mj.initialize_centers(kmeans, data, progress=False, restarts=2)

@@ -16,7 +16,8 @@ from monkeyjump.training import captured
 from monkeyjump.training import compile as compiling
 from monkeyjump.training.attention import MASKED, PADS_LAST, attending
 from monkeyjump.training.captured import CaptureReport
-from monkeyjump.training.fast import fast, known_modules
+from monkeyjump.training.fast import FastSettings, fast, known_modules
+from monkeyjump.training.recipe import Recipe, overridden
 from tests import replay
 from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch, settled, tiny_llama
 from tests.replay import RunAgain
@@ -308,3 +309,12 @@ def test_packed_sequences_keep_apart_with_and_without_boundaries() -> None:
         block.self_attn.forward = lambda hidden_states: hidden_states  # takes nothing that it does not know
     with attending(model, pads_last=True) as used:
         assert used == MASKED
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "captured"), [("null", 1, True), ("null", 2, False), ("true", 2, True), ("false", 1, False)]
+)
+def test_steps_of_several_ranks_are_captured_where_that_is_asked_for(asked: str, ranks: int, captured: bool) -> None:
+    recipe = overridden(Recipe(), [f"train.capture={asked}"])
+    assert FastSettings.of_recipe(recipe, gpu=True, ranks=ranks).capture is captured
+    assert not FastSettings.of_recipe(recipe, gpu=False, ranks=ranks).capture

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import monkeyjump as mj
 from monkeyjump import methods
@@ -17,7 +18,8 @@ from monkeyjump.tasks.encode import Encoded
 from monkeyjump.training.attention import attending
 from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from monkeyjump.training.light_steps import LightAdamW, clip_gradients
-from tests.helpers import assert_same, settled, tiny_llama
+from tests.helpers import assert_same, centers, settled, tiny_llama
+from tests.processes import free_port, in_new_processes, join_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -118,6 +120,32 @@ def test_gradient_checkpointing_is_captured() -> None:
     assert report.compiled is None  # the graph of the second computation would keep other tensors
     assert report.captured.replayed == 10
     assert_alike(found, expected)
+
+
+def on_two_ranks(rank: int, port: int) -> None:
+    """Both ranks share the GPU, so that gloo has to carry what they tell each other."""
+    join_group(rank, port, 2)
+    found = []
+    for capture in (False, True):
+        model = new("mjlora", dropout=0.0, ema_interval=1)
+        wrapped = DistributedDataParallel(model, device_ids=[0])
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        losses = []
+        with mj.fast(model, compile=False, capture=capture, fused_loss=False) as report:
+            for step in range(8):
+                loss = wrapped(**batch(2, 24, 2 * step + rank)).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        assert (report.captured.replayed if report.captured else 0) == 7 * capture
+        found.append((torch.stack(losses), centers(model)))
+    assert_alike(found[1][0], found[0][0])
+    assert_same(found[1][1], found[0][1], rtol=1e-3, atol=1e-4)
+
+
+def test_two_ranks_are_captured() -> None:
+    in_new_processes(on_two_ranks, free_port(), count=2)
 
 
 def test_dropout_of_peft_is_repeated_under_checkpointing() -> None:

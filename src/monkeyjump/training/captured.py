@@ -32,6 +32,7 @@ from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from monkeyjump.training.progress import say
 from monkeyjump.training.recorded import TOLD, Flight, Recorded, Stack
 from monkeyjump.tuner.call import calls_of, running
+from monkeyjump.tuner.centers.pool_ranks import several_ranks
 from monkeyjump.tuner.fast.packed_weights import managed
 from monkeyjump.tuner.model import find_context
 
@@ -75,11 +76,13 @@ def captured(
         part._compiled_call_impl = CapturedCall(stack, report)
     if context is not None:  # the schedule of the centres must not ask the host
         context.shared_inputs.prepare()
+        context.replays = True
     try:
         yield report
     finally:
         if context is not None:
             context.shared_inputs.release()
+            context.replays = False
         for part, call in zip(parts, before, strict=False):
             del part._compiled_call_impl
             if call is not None:
@@ -98,6 +101,8 @@ class CapturedCall:
         self._parameters = list(stack.module.parameters())
         self._tuner = next((part for part in stack.module.modules() if isinstance(part, BaseTunerLayer)), None)
         self._tensors: tuple[Any, ...] = ()
+        lists = stack.context.lists.values() if stack.context is not None and several_ranks() else ()
+        self._lists = [blocks for blocks in lists if blocks.owner is stack.module]
         self._prepared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +119,8 @@ class CapturedCall:
         self.report.replayed += 1
         output, flight = recorded.run(leaves)
         self._flight = weakref.ref(flight)
+        for blocks in self._lists:
+            blocks.after_replay()
         return output
 
     def _recorded(self, leaves: list[Any], spec: Any) -> Recorded | str:
@@ -123,6 +130,8 @@ class CapturedCall:
             return "an argument is neither a tensor nor a plain value"
         if context is not None and (context.trace is not None or context.collector is not None):
             return "somebody looks at the routing"
+        if self._lists and calls_of(self._lists[0].context) is None:
+            return "ranks tell each other of a forward that nothing stands around"
         if context in running().knocked_out:
             return "experts are knocked out"
         self._forget_if_moved()

@@ -47,11 +47,11 @@ class FastSettings:
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, gpu: bool, ranks: int = 1) -> FastSettings:
-        """What a recipe asks for on this machine. Ranks talk to each other inside a step, which is not captured."""
+        """What a recipe asks for on this machine. Steps of several ranks are captured where `train.capture` says so."""
         train, on = recipe.train, recipe.fast == "auto" and gpu
         return cls(
             compile=on if train.compile is None else train.compile,
-            capture=(on if train.capture is None else train.capture) and gpu and ranks == 1,
+            capture=(on and ranks == 1 if train.capture is None else train.capture) and gpu,
             fused_loss="off" if train.fused_loss == "auto" and not on else train.fused_loss,
             pads_last=True,
             asked=bool(train.compile),
@@ -65,7 +65,7 @@ class FastSettings:
     def on(self, gpu: bool) -> FastSettings:
         """The same with every None decided."""
         compile = gpu if self.compile is None else self.compile
-        capture = gpu if self.capture is None else self.capture
+        capture = gpu and not several_ranks() if self.capture is None else self.capture
         return replace(self, compile="blocks" if compile is True else compile, capture=capture)
 
 
@@ -125,10 +125,11 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
             elif chosen.compile:
                 compiling = compiled(model, str(chosen.compile), shapes=chosen.shapes, asked=chosen.asked)
                 report.compiled = stack.enter_context(compiling)
-            if chosen.capture and several_ranks():
-                say("steps are not captured: ranks talk to each other inside them")
-            elif chosen.capture:
-                report.captured = stack.enter_context(captured(model, stacks, direct=chosen.direct))
+            if chosen.capture:  # what gathers gradients over ranks hears of them from autograd
+                direct = chosen.direct and not several_ranks()
+                report.captured = stack.enter_context(captured(model, stacks, direct=direct))
+            elif several_ranks() and parameter.is_cuda:
+                say("steps of several ranks are not captured unless train.capture=true, or capture=True, asks for it")
         yield report
     if report.compiled is not None or report.captured is not None:
         say(str(report))

@@ -94,7 +94,8 @@ class TrainSettings(Section):
         None, description="blocks (true): each block; model: all blocks as one graph, a long wait; null: as fast says"
     )
     capture: bool | None = Field(
-        None, description="on a GPU: a forward, and a backward, of the blocks are one launch; null: as fast says"
+        None,
+        description="a forward, and a backward, of the blocks are one launch; null: as fast says, on a single GPU",
     )
     fused_loss: Literal[False, True, "auto", "liger", "torch", "off"] = Field(
         "auto", description="the loss without logits: liger, torch, true (the better there is); auto: as fast says"

@@ -175,7 +175,8 @@ class Recorded:
         if call is None or self.stack.context is None:
             yield
             return
-        before: dict[str, Any] = {name: getattr(call, name) for name in (*TOLD, "seeds")}
+        before: dict[str, Any] = {name: getattr(call, name) for name in (*TOLD, "seeds", "recorded")}
+        call.recorded = True
         vars(call).update({name: told[name] for name in TOLD if name in told})
         if told.get("seeds") is not None:
             call.seeds = Seeds.of(told["seeds"])

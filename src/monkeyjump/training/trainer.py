@@ -28,8 +28,9 @@ from monkeyjump.training.recipe import Recipe
 COMPLETE = "complete"  # written into a checkpoint when all else of it is
 KEPT = 1_000  # batches that are looked at when a loss is no finite number
 SHOWN, BEGIN = 4, 50  # rows of one, and letters of each
-# what the Trainer calls gradient checkpointing, from Transformers 5.23 on and before
-CHECKPOINTING = f"{'activation' if hasattr(TrainingArguments, 'activation_checkpointing') else 'gradient'}_checkpointing"
+# Transformers calls gradient checkpointing by another name from 5.23 on
+NEWER = "activation_checkpointing"
+CHECKPOINTING = NEWER if hasattr(TrainingArguments, NEWER) else "gradient_checkpointing"
 Recent = deque[tuple[int, Tensor, Tensor | None]]  # steps since the last log, with losses and ids
 Scorer = Callable[[nn.Module], dict[str, float]]  # model -> {"mean": ..., task: ...}
 
@@ -199,6 +200,7 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool, unused: bool = 
             f"train.save_steps={save_every} must divide train.eval_steps={every} or be a multiple of it: the best "
             "checkpoint is chosen among the evaluated ones."
         )
+    checkpointing: dict[str, Any] = {CHECKPOINTING: True} if train.gradient_checkpointing else {}
     return TrainingArguments(
         output_dir=str(recipe.folder / "checkpoints"),
         learning_rate=train.lr,
@@ -233,7 +235,7 @@ def training_arguments(recipe: Recipe, steps: int, on_gpu: bool, unused: bool = 
         ddp_find_unused_parameters=unused,
         # streams are the same on every rank, and batches of different widths cannot be sent around as one
         accelerator_config={"dispatch_batches": False},
-        **({CHECKPOINTING: True} if train.gradient_checkpointing else {}),
+        **checkpointing,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.tuner.call import BlocksCall, Decisions, ModelCall, calls_of, running
-from monkeyjump.tuner.centers.schedule import Schedule
+from monkeyjump.tuner.centers.schedule import Schedule, over_ranks
 from monkeyjump.tuner.layer import UNINITIALIZED, MonkeyJumpLayer
 from monkeyjump.tuner.module_paths import language_path, outside_language
 from monkeyjump.tuner.recomputation import carry_calls, forget_calls, refuse_unknown_recomputation
@@ -137,11 +137,18 @@ class BlockList:
                 adapter.count_tokens(tokens)
             for name, config in self.active().items():
                 if config.uses_centers:
-                    self.schedule.finish(name, config, self.layers(name), self.context, blocks.statistics)
+                    pooled = blocks.statistics and not blocks.call.recorded
+                    self.schedule.finish(name, config, self.layers(name), self.context, pooled)
         if blocks.fresh and blocks.kept is None:
             cache = getattr(output, "past_key_values", None)
             if cache is not None:
                 setattr(cache, KEPT, (blocks.call.generation, blocks.fresh))
+
+    def after_replay(self) -> None:
+        """Make the statistics of a replayed forward those of all ranks, as a forward itself does at its end."""
+        for name, config in self.active().items():
+            if config.uses_centers:
+                over_ranks(name, self.layers(name))
 
     def _look_ahead(
         self, blocks: BlocksCall, active: dict[str, MonkeyJumpConfig], shape: tuple[int, int], device: torch.device

@@ -73,6 +73,7 @@ class ModelCall:
     ahead: MadeAhead | None = None
     token_ids: Tensor | None = None  # of a model that reads pictures or clips
     knocked_out: KnockedOut | None = None
+    recorded: bool = False  # whether a graph is made of its blocks: what ranks tell each other then comes after them
     row_adapters: RowAdapters | None = None  # where rows have adapters of their own (`adapter_names`)
 
 

@@ -37,6 +37,7 @@ class RoutingContext:
         self.accumulation = 1  # micro-batches per optimiser step, set by a trainer that computes its own loss
         self.regularized = False  # whether some adapter has a loss of its own
         self.regularizer_due = False  # whether a training forward could not add it
+        self.replays = False  # whether training forwards of blocks may be replayed, of which the host hears nothing
         self.watches_load = False  # whether somebody will ask for the load of the next training forward
         self.trace: RoutingTrace | None = None
         self.collector: TokenCollector | None = None

@@ -54,11 +54,11 @@ class Schedule:
         return is_due(count + 1, config) or context.watches_load
 
     def finish(
-        self, name: str, config: MonkeyJumpConfig, layers: Layers, context: RoutingContext, statistics: bool
+        self, name: str, config: MonkeyJumpConfig, layers: Layers, context: RoutingContext, pooled: bool
     ) -> None:
-        """Count the forward, and make statistics that somebody will use those of the whole data-parallel batch."""
-        if statistics and (torch.compiler.is_compiling() or self._used(name, config, context)):
-            _reduce(name, layers)
+        """Count the forward and, if `pooled`, make its statistics those of all ranks where somebody will use them."""
+        if pooled and (torch.compiler.is_compiling() or self._used(name, config, context)):
+            over_ranks(name, layers)
         with torch.no_grad():
             torch._foreach_add_([layer.monkeyjump_step[name] for layer in layers], 1)
         if not torch.compiler.is_compiling():
@@ -79,9 +79,8 @@ class Schedule:
     def _count(self, name: str, layers: Layers, context: RoutingContext) -> int | None:
         """Finished training forwards; None where the host cannot know."""
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        # What is prepared for compiled code may also be replayed without this one. Ranks never replay: they talk to
-        # each other inside a step.
-        if captured or (context.shared_inputs.prepared and not several_ranks()):
+        # What is prepared for compiled code may also be replayed without this one, on several ranks if they say so.
+        if captured or (context.shared_inputs.prepared and (context.replays or not several_ranks())):
             self._known.pop(name, None)
             return None
         version, count = self._known.get(name, (-1, 0))
@@ -114,7 +113,7 @@ def _commit(name: str, config: MonkeyJumpConfig, layers: Layers) -> None:
             torch._foreach_copy_(centers, list(new.unbind()))
 
 
-def _reduce(name: str, layers: Layers) -> None:
+def over_ranks(name: str, layers: Layers) -> None:
     """Make the staged statistics those of the whole data-parallel batch, on every rank."""
     if not several_ranks():
         return
