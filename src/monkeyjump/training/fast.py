@@ -2,7 +2,7 @@
 
 | part | what it does | where it holds |
 |---|---|---|
-| fused loss | the loss is made without the logits of a batch | causal models of Transformers, on a GPU |
+| fused loss | the loss is made without the logits of a batch | causal models of Transformers |
 | compiled blocks | one graph of the compiler serves all blocks of a kind and all lengths | on a GPU |
 | captured blocks | a forward, and a backward, are one launch each | on a GPU, batch shapes that come often |
 | attention | no mask is made where the padding is known to be at the end | models with torch's attention |
@@ -52,7 +52,7 @@ class FastSettings:
         return cls(
             compile=on if train.compile is None else train.compile,
             capture=(on and ranks == 1 if train.capture is None else train.capture) and gpu,
-            fused_loss="off" if train.fused_loss == "auto" and not on else train.fused_loss,
+            fused_loss="off" if train.fused_loss == "auto" and recipe.fast is False else train.fused_loss,
             pads_last=True,
             asked=bool(train.compile),
             direct=True,

@@ -28,7 +28,7 @@ from monkeyjump.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from monkeyjump.tuner.model import find_context
 
 Kernel = Callable[..., torch.Tensor]  # with the arguments of `linear_cross_entropy`
-_PLACES = 256  # numbers of tokens that go through the head are multiples of this
+_PLACES = 256  # on a GPU numbers of tokens that go through the head are multiples of this: memory is used again
 
 
 class UnsupportedModelError(Exception):
@@ -37,7 +37,7 @@ class UnsupportedModelError(Exception):
 
 def choose_kernel(setting: bool | str, on_gpu: bool) -> str:
     """What `train.fused_loss` means on this machine: "off", "torch" or "liger"."""
-    if setting in (False, "off") or (setting == "auto" and not on_gpu):
+    if setting in (False, "off"):
         return "off"
     installed = find_spec("liger_kernel") is not None
     if setting == "liger" and not (installed and on_gpu):
@@ -94,12 +94,14 @@ class LabelCount:
             self.copied = torch.cuda.current_stream(labels.device).record_event()
 
     def places(self, targets: torch.Tensor) -> torch.Tensor | None:
-        """Where the targets [N] that count are, filled up to a multiple of 256 with others; None: take all."""
+        """Where the targets [N] that count are, on a GPU filled up to a multiple of 256 with others; None: take all."""
         if not self.known:
             return None
+        multiple = 1
         if self.copied is not None:
             self.copied.synchronize()
-        number = -(-max(1, int(self.number)) // _PLACES) * _PLACES
+            multiple = _PLACES
+        number = -(-max(1, int(self.number)) // multiple) * multiple
         if 2 * number > targets.shape[0]:
             return None
         return (targets == IGNORE).to(torch.uint8).sort(stable=True).indices[:number]

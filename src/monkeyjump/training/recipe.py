@@ -143,7 +143,7 @@ class Recipe(Section):
     evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings, description="how answers are scored")
     fast: Literal["auto", False] = Field(
         "auto",
-        description="auto: on a GPU the loss is fused, blocks are compiled and captured, batches have few widths; "
+        description="auto: the loss is fused; on a GPU blocks are compiled and captured, batches have few widths; "
         "false: none of these, unless asked for by itself",
     )
     seed: int = Field(0, ge=0, lt=2**32, description="of data order, adapters and centres")
