@@ -20,8 +20,8 @@ class NamedAdapter:
     """One of the adapters on a model."""
 
     peft_name: str
-    folder: Path
     task_ids: Mapping[str, int] = field(default_factory=dict)  # what its tasks were trained with
+    folder: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def load_adapters(paths: Sequence[str | Path], base: str | None = None, device: 
         loaded = load_adapter(folder, base, dtype, device, loaded, adapter_name=(peft_name := f"loaded_{number}"))
         name = folder.parent.name if folder.name == "adapter" else folder.name
         name = f"{name} ({number + 1})" if name in {"base", *named} else name
-        named[name] = NamedAdapter(peft_name, folder, vars(loaded[0]).pop(TASK_IDS, {}))
+        named[name] = NamedAdapter(peft_name, vars(loaded[0]).pop(TASK_IDS, {}), folder)
     assert loaded is not None
     made_for = {config.base_model_name_or_path for config in loaded[0].peft_config.values()}
     if len(made_for) > 1 and not base:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.forward import AnswerReader, Inputs, Prefix, evaluating
-from monkeyjump.evaluation.load import TASK_IDS, load_adapters
+from monkeyjump.evaluation.load import TASK_IDS, NamedAdapter, load_adapters
 from monkeyjump.evaluation.prompts import Prompts
 from monkeyjump.evaluation.score import end_ids
 from monkeyjump.record import read_record
@@ -56,15 +56,6 @@ class Prompt:
     task: str | None = None  # for adapters that route by task
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """What is known of an adapter on the model."""
-
-    peft_name: str
-    task_ids: Mapping[str, int] = field(default_factory=dict)  # of one that routes by task
-    usage: Mapping[str, Any] | None = None  # shares by task and block, from the record of its training
-
-
 @dataclass
 class Reading:
     """A prompt after a side has read it, and the tokens after it."""
@@ -78,11 +69,21 @@ class Reading:
 
 
 class Explorer:
-    """A model with one or two adapters, for several threads."""
+    """A model with one or two adapters, for several threads.
 
-    def __init__(self, model: Any, tokenizer: Any, adapters: Mapping[str, Adapter], name: str = "") -> None:
+    `usage` holds, by adapter, the shares by task and block from the record of its training.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        adapters: Mapping[str, NamedAdapter],
+        name: str = "",
+        usage: Mapping[str, Any] | None = None,
+    ) -> None:
         require_context(model)  # or it has nothing to show
-        self.model, self.name, self.adapters = model, name, dict[str, Adapter]()
+        self.model, self.name, self.usage, self.adapters = model, name, usage or {}, dict[str, NamedAdapter]()
         for own_name, known in adapters.items():
             config = model.peft_config[known.peft_name]
             by_task = getattr(config, "granularity", "") == "task" or getattr(config, "placement", "") == "nested"
@@ -97,7 +98,7 @@ class Explorer:
     def about(self) -> dict[str, Any]:
         """What the page has to know before the first prompt."""
         adapters = [
-            {"name": name, "tasks": sorted(known.task_ids), "usage": known.usage}
+            {"name": name, "tasks": sorted(known.task_ids), "usage": self.usage.get(name)}
             for name, known in self.adapters.items()
         ]
         return {"model": self.name, "adapters": adapters, "limit": self.limit, "pictures": self.pictures is not None}
@@ -105,7 +106,7 @@ class Explorer:
     def read(self, prompt: Prompt, side: Side) -> Reading:
         """Read a prompt; the view of the result is what the page draws."""
         media = () if prompt.picture is None else (Media("image", prompt.picture),)
-        ids = self._ids(prompt.text, media)
+        ids = self.prompts.ids([{"role": "user", "content": prompt.text}], media)
         inputs = self._inputs(ids, media, self._task_id(prompt.task, side))
         with self._as(side) as trace:
             prefix = self.reader.read(inputs, cached=True)
@@ -167,7 +168,7 @@ class Explorer:
             with self.model.disable_adapter() if known is None else nullcontext(), knock_out(self.model, side.off):
                 yield trace
 
-    def _known(self, side: Side) -> Adapter | None:
+    def _known(self, side: Side) -> NamedAdapter | None:
         if side.adapter != BASE and side.adapter not in self.adapters:
             names = [BASE, *self.adapters]
             known = f"{did_you_mean(side.adapter, names)} Known: {', '.join(names)}."
@@ -184,9 +185,6 @@ class Explorer:
             names = ", ".join(sorted(known.task_ids))
             raise ConfigError(f"adapter {side.adapter!r} routes by task: choose one of {names}.", title="task")
         return known.task_ids[task]
-
-    def _ids(self, text: str, media: tuple[Media, ...]) -> list[int]:
-        return self.prompts.ids([{"role": "user", "content": text}], media)
 
     def _inputs(self, ids: list[int], media: tuple[Media, ...], task_id: int | None) -> Inputs:
         device = self.reader.device
@@ -240,7 +238,7 @@ def _text(values: Tensor, scale: float) -> str:
 def recorded(model: Any, tokenizer: Any, prompts: Sequence[str], adapter_name: str = "adapter") -> list[dict[str, Any]]:
     """Views of prompts for a page without a server (`explorer.fragment`): of the adapter, then of the base model."""
     task_ids = getattr(model, TASK_IDS, {})
-    explorer = Explorer(model, tokenizer, {adapter_name: Adapter(model.active_adapters[0], task_ids)})
+    explorer = Explorer(model, tokenizer, {adapter_name: NamedAdapter(model.active_adapters[0], task_ids)})
     task = min(task_ids, default=None)
     asked = [(Prompt(text, task=task), Side(name)) for text in prompts for name in (adapter_name, BASE)]
     return [explorer.read(prompt, side).view for prompt, side in asked]
@@ -248,10 +246,8 @@ def recorded(model: Any, tokenizer: Any, prompts: Sequence[str], adapter_name: s
 
 def load(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Explorer:
     """The adapters of one or two folders on their base model."""
-    found, adapters = load_adapters(paths, base, device), dict[str, Adapter]()
+    found, usage = load_adapters(paths, base, device), dict[str, Any]()
     for name, known in found.named.items():
-        usage = None
         with suppress(ConfigError):  # there may be no record, or another one
-            usage = read_record(known.folder.parent / "record.json").metrics.get("usage", {}).get("loads")
-        adapters[name] = Adapter(known.peft_name, known.task_ids, usage)
-    return Explorer(found.model, found.tokenizer, adapters, found.base_name)
+            usage[name] = read_record(known.folder.parent / "record.json").metrics.get("usage", {}).get("loads")
+    return Explorer(found.model, found.tokenizer, found.named, found.base_name, usage)
