@@ -64,7 +64,7 @@ def test_the_base_model_has_no_gates(explorer: Explorer, served: Any) -> None:
     assert view["blocks"] == []
     with explorer.model.disable_adapter():
         _, logits = routing_of(explorer, "default")
-    expected = explorer._next(logits[None, None])
+    expected = explorer._next(logits[None])
     assert [text for text, _ in view["next"]] == [text for text, _ in expected]
     np.testing.assert_allclose([p for _, p in view["next"]], [p for _, p in expected], atol=1e-4)
 

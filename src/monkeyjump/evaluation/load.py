@@ -34,17 +34,20 @@ class Adapters:
     named: dict[str, NamedAdapter]
 
 
-def load_adapters(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Adapters:
+def load_adapters(paths: Sequence[str | Path], base: str | None = None) -> Adapters:
     """The adapters of some folders on the one base model that they were made for, as precise as they were trained.
 
-    An adapter is called by its folder, or by the run's folder around a folder `adapter`.
+    An adapter is called by its folder, or by the run's folder around a folder `adapter`. A GPU is used if there is one.
     """
+    import torch
+
     from monkeyjump.training.saving import saved_recipe
     from monkeyjump.training.shared import dtype_of
 
     folders = [Path(path).expanduser().resolve() for path in paths]
     recipe = saved_recipe(folders[0])
     dtype = None if recipe is None else dtype_of(recipe)
+    device = "cuda" if torch.cuda.is_available() else None
     loaded, named = None, dict[str, NamedAdapter]()
     for number, folder in enumerate(folders):
         loaded = load_adapter(folder, base, dtype, device, loaded, adapter_name=(peft_name := f"loaded_{number}"))
