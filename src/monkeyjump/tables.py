@@ -1,4 +1,4 @@
-"""The one table of the package: for a terminal, as plain text, as Markdown and as CSV.
+"""The one table of the package: for a terminal, as plain text and as Markdown; and values as CSV.
 
 Cells are plain text. A name that a user or a data set chose is never read as rich markup, as Markdown, as a terminal's
 control sequence or as a spreadsheet's formula.
@@ -69,9 +69,6 @@ class Table:
         marks = ["---" if position < self.left else "---:" for position in range(len(self.columns))]
         lines = [map(_markdown, self.columns), marks, *(map(_markdown, row) for row in self.rows)]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-    def csv(self) -> str:
-        return csv_text([self.columns, *self.rows])
 
 
 def csv_text(lines: Iterable[Iterable[Any]]) -> str:
