@@ -56,7 +56,7 @@ def make_answerer(shape: str) -> Any:
     base = plain_model(Settings("step", device=device, dtype=dtype, shape=shape)).eval()
     model = get_peft_model(base, methods.build("mjlora", "mj_paper", center_init="random_normalized")).eval()
     tokenizer = make_tokenizer(base.config.vocab_size)
-    return Answerer(Adapters(model, tokenizer, "base", {"mjlora": NamedAdapter("default", Path())}))
+    return Answerer(Adapters(model, tokenizer, "base", {"mjlora": NamedAdapter("default")}))
 
 
 def forwards(answerer: Any) -> list[dict[str, Any]]:

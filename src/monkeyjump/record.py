@@ -149,17 +149,21 @@ def read_record(path: str | Path) -> RunRecord:
     return RunRecord(**{f.name: content[f.name] for f in fields(RunRecord) if f.name in content})
 
 
-def write_atomic(path: str | Path, content: str | bytes) -> Path:
-    """Write a file through a temporary neighbour, on disk before it takes the name."""
+def write_atomic(path: str | Path, content: str | bytes, *, cached: bool = False) -> Path:
+    """Write a file through a temporary neighbour, on disk before it takes the name.
+
+    What is only `cached` can be made again: nobody waits for the disk, and it stays private.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a result is not
+            if not cached:
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(temporary, 0o644)  # mkstemp makes it private; a result is not
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

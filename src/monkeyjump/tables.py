@@ -1,4 +1,4 @@
-"""The one table of the package: for a terminal, as plain text, as Markdown and as CSV.
+"""The one table of the package: for a terminal, as plain text and as Markdown; and values as CSV.
 
 Cells are plain text. A name that a user or a data set chose is never read as rich markup, as Markdown, as a terminal's
 control sequence or as a spreadsheet's formula.
@@ -45,9 +45,9 @@ class Table:
         from rich.text import Text
 
         def text(cell: str) -> Text:
-            return Text(_one_line(cell), style="bold" if isinstance(cell, Bold) else "")
+            return Text(one_line(cell), style="bold" if isinstance(cell, Bold) else "")
 
-        table = RichTable(title=Text(_one_line(self.title), "bold"), title_justify="left", box=box.SIMPLE_HEAD)
+        table = RichTable(title=Text(one_line(self.title), "bold"), title_justify="left", box=box.SIMPLE_HEAD)
         table.show_edge, table.pad_edge, table.padding = False, False, (0, 0, 0, 1)  # columns are two characters apart
         for position, column in enumerate(self.columns):
             table.add_column(text(column), justify="left" if position < self.left else "right", overflow="fold")
@@ -56,22 +56,19 @@ class Table:
         return table
 
     def __str__(self) -> str:
-        lines = [[_one_line(cell) for cell in line] for line in (self.columns, *self.rows)]
+        lines = [[one_line(cell) for cell in line] for line in (self.columns, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         aligned = [
             "  ".join(cell.ljust(w) if i < self.left else cell.rjust(w) for i, (cell, w) in enumerate(pairs)).rstrip()
             for pairs in (zip(line, widths, strict=True) for line in lines)
         ]
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([_one_line(self.title), aligned[0], rule, *aligned[1:]])
+        return "\n".join([one_line(self.title), aligned[0], rule, *aligned[1:]])
 
     def markdown(self) -> str:
         marks = ["---" if position < self.left else "---:" for position in range(len(self.columns))]
         lines = [map(_markdown, self.columns), marks, *(map(_markdown, row) for row in self.rows)]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-    def csv(self) -> str:
-        return csv_text([self.columns, *self.rows])
 
 
 def csv_text(lines: Iterable[Iterable[Any]]) -> str:
@@ -92,10 +89,14 @@ def _no_formula(value: Any) -> Any:
     return value
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
+def shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def _markdown(cell: str) -> str:
-    escaped = re.sub(r"[\\|*`\[<]|(?<!\w)_|_(?!\w)", r"\\\g<0>", _one_line(cell))
+    escaped = re.sub(r"[\\|*`\[<]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_line(cell))
     return f"**{escaped}**" if isinstance(cell, Bold) and escaped.strip() else escaped

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from monkeyjump import methods
 from monkeyjump.analysis import changed_models
 from monkeyjump.analysis import inspect as module
-from monkeyjump.analysis.inspect import document
 from monkeyjump.analysis.plots import draw_usage
 from monkeyjump.analysis.style import Drawing
 from monkeyjump.cli.main import main
+from monkeyjump.pages import document
 from tests.tiny_folder import save_tiny_model, write_recipe
 
 pytest.importorskip("sklearn")

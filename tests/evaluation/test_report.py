@@ -54,7 +54,8 @@ def test_html_is_self_contained_and_escaped(report):
     nasty = EvaluationReport([row], [row], row, {"model": "</script><script>alert(1)</script>"})
     for html in (report.to_html(), nasty.to_html()):
         assert not re.search("https?:", html)
-        assert "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\"" in html
+        policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+        assert f'content="{policy}"' in html
         assert "<link" not in html
         assert html.count("<script") == 1
     assert "&lt;b&gt;" in nasty.to_html()

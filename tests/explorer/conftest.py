@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monkeyjump.explorer.engine import Adapter, Explorer
+from monkeyjump.evaluation.load import NamedAdapter
+from monkeyjump.explorer.engine import Explorer
 from tests.helpers import adapted, disturb, mj_config, tiny_llama
 from tests.tasks.conftest import make_tokenizer
 
@@ -35,7 +36,8 @@ def explorer() -> Explorer:
     model = adapted(base, temperature=0.1)
     model.add_adapter("second", mj_config(temperature=0.1))
     disturb(model)
-    return Explorer(model, tokenizer, {"first": Adapter("default", usage=USAGE), "other": Adapter("second")}, "tiny")
+    adapters = {"first": NamedAdapter("default"), "other": NamedAdapter("second")}
+    return Explorer(model, tokenizer, adapters, "tiny", {"first": USAGE})
 
 
 @contextmanager

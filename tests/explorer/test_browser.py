@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from monkeyjump.evaluation.load import NamedAdapter
 from monkeyjump.explorer import fragment, recorded, script_hash
-from monkeyjump.explorer.engine import Adapter, Explorer, Prompt, Side
+from monkeyjump.explorer.engine import Explorer, Prompt, Side
 from monkeyjump.models import load_model
 from tests.explorer.conftest import serving, unpacked
 from tests.helpers import adapted
@@ -239,7 +240,7 @@ def test_the_token_is_taken_from_the_address(page: Any, explorer: Explorer) -> N
 
 def test_a_picture_is_dropped(page: Any, explorer: Explorer, tmp_path: Path) -> None:
     model, processor = load_model(str(save_visual_model(tmp_path / "model")))
-    visual = Explorer(adapted(model), processor, {"visual": Adapter("default")})
+    visual = Explorer(adapted(model), processor, {"visual": NamedAdapter("default")})
     Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     with serving(visual) as served:
         page.goto(served.url)

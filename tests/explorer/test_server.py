@@ -17,9 +17,9 @@ from PIL import Image
 
 import monkeyjump as mj
 from monkeyjump.cli.main import main
-from monkeyjump.evaluation.load import load_adapter
+from monkeyjump.evaluation.load import NamedAdapter, load_adapter
 from monkeyjump.explorer import recorded
-from monkeyjump.explorer.engine import Adapter, Explorer, Prompt, Side, load
+from monkeyjump.explorer.engine import Explorer, Prompt, Side, load
 from monkeyjump.models import load_model
 from tests.explorer.conftest import ask, serving, unpacked
 from tests.helpers import adapted, disturb, wrap
@@ -64,7 +64,7 @@ def test_the_base_model_has_no_gates(explorer: Explorer, served: Any) -> None:
     assert view["blocks"] == []
     with explorer.model.disable_adapter():
         _, logits = routing_of(explorer, "default")
-    expected = explorer._next(logits[None, None])
+    expected = explorer._next(logits[None])
     assert [text for text, _ in view["next"]] == [text for text, _ in expected]
     np.testing.assert_allclose([p for _, p in view["next"]], [p for _, p in expected], atol=1e-4)
 
@@ -75,7 +75,7 @@ def test_generation_is_greedy_generation(explorer: Explorer, served: Any) -> Non
     events = [json.loads(line) for line in lines.splitlines()]
     assert "end" in events.pop()
     explorer.model.set_adapter("default")
-    ids = torch.tensor([explorer._ids(TEXT, ())])
+    ids = torch.tensor([explorer.prompts.ids([{"role": "user", "content": TEXT}])])
     greedy: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": explorer.tokenizer.eos_token_id}
     with mj.record_routing(explorer.model) as trace:
         made = explorer.model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0, ids.shape[1] :]
@@ -212,7 +212,7 @@ def test_recorded_views_are_small(explorer: Explorer) -> None:
 
 def test_a_router_by_task_asks_for_the_task(explorer: Explorer) -> None:
     model = adapted(explorer.model.get_base_model().__class__(explorer.model.config), granularity="task")
-    by_task = Explorer(model, explorer.tokenizer, {"tasks": Adapter("default", {"one": 0, "two": 1})})
+    by_task = Explorer(model, explorer.tokenizer, {"tasks": NamedAdapter("default", {"one": 0, "two": 1})})
     assert by_task.about()["adapters"][0]["tasks"] == ["one", "two"]
     with pytest.raises(mj.ConfigError, match="choose one of one, two"):
         by_task.read(Prompt(TEXT), Side("tasks"))
@@ -231,7 +231,7 @@ def test_folders_are_loaded_beside_each_other(
     assert list(found.adapters) == ["one", "two"]
     for name in found.adapters:
         model, tokenizer = load_adapter(tmp_path / name / "adapter")
-        alone = Explorer(model, tokenizer, {name: Adapter("default")})
+        alone = Explorer(model, tokenizer, {name: NamedAdapter("default")})
         assert found.read(Prompt(TEXT), Side(name)).view == alone.read(Prompt(TEXT), Side(name)).view
     pytest.importorskip("uvicorn")
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
@@ -258,7 +258,7 @@ def test_adapters_that_cannot_be_explored_together_or_at_all(tmp_path: Path) -> 
 
 def test_a_picture_is_sent_once_and_then_named(tmp_path: Path) -> None:
     model, processor = load_model(str(save_visual_model(tmp_path / "model")))
-    found = Explorer(adapted(model), processor, {"visual": Adapter("default")})
+    found = Explorer(adapted(model), processor, {"visual": NamedAdapter("default")})
     path = tmp_path / "red.png"
     Image.new("RGB", (28, 28), "red").save(path)
     with serving(found) as served:
@@ -277,7 +277,7 @@ def test_a_picture_is_sent_once_and_then_named(tmp_path: Path) -> None:
 
 def test_positions_after_a_picture_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a model notes how far a picture has moved the positions; what another prompt notes must not count."""
-    found = Explorer(adapted(qwen2_5_vl()), make_tokenizer(), {"visual": Adapter("default")})
+    found = Explorer(adapted(qwen2_5_vl()), make_tokenizer(), {"visual": NamedAdapter("default")})
     given, prepare = batch("qwen2_5_vl"), found._inputs
     shown = {name: given[name].chunk(2)[1] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
     known = {"a picture": given["input_ids"][1].tolist(), "a text": list(range(3, 12))}
@@ -287,7 +287,7 @@ def test_positions_after_a_picture_stay_its_own(monkeypatch: pytest.MonkeyPatch)
         made.shown = shown if IMAGE in ids else {}
         return made
 
-    monkeypatch.setattr(found, "_ids", lambda text, media: known[text])
+    monkeypatch.setattr(found.prompts, "ids", lambda messages, media: known[messages[0]["content"]])
     monkeypatch.setattr(found, "_inputs", inputs)
     alone = [list(found.generate(Prompt(text), Side("visual"), 4, 0, 0)) for text in known]
     in_turns = zip(*(found.generate(Prompt(text), Side("visual"), 4, 0, 0) for text in known), strict=True)

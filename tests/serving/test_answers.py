@@ -183,9 +183,9 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.png").write_text("no picture")
     talk = ["What?", f"/image {tmp_path / 'text.png'}", f"/image {tmp_path / 'none.png'}"]
     talk += [f"/image {tmp_path / 'blue.png'}", "What?", "/reset", "What?"]
-    out = io.StringIO()
-    chat(load([tmp_path / "visual"]), ["visual"], Sampling(8), image=str(tmp_path / "red.png"), lines=talk, out=out)
-    said = out.getvalue()
+    capsys.readouterr()
+    chat(load([tmp_path / "visual"]), ["visual"], Sampling(8), image=str(tmp_path / "red.png"), lines=talk)
+    said = capsys.readouterr().out
     assert [f"{answer}\n" for answer in found] == [part.partition("(")[0] for part in _said(said)[:2]]
     assert _said(said)[2] not in answers  # without a picture
     assert said.count("error: ") == 2
@@ -196,26 +196,31 @@ def _said(text: str) -> list[str]:
     return [part.partition("error: ")[0] for part in text.split("[visual] ")[1:]]
 
 
-def test_a_conversation_about_a_picture_needs_a_model_that_sees(answerer: Answerer, tmp_path: Path) -> None:
-    out = io.StringIO()
-    chat(answerer, ["first"], HOW, lines=["/image x.png"], out=out)
-    assert "reads no pictures" in out.getvalue()
-    assert "/image" not in out.getvalue()
+def test_a_conversation_about_a_picture_needs_a_model_that_sees(
+    answerer: Answerer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat(answerer, ["first"], HOW, lines=["/image x.png"])
+    said = capsys.readouterr().out
+    assert "reads no pictures" in said
+    assert "/image" not in said
     with pytest.raises(mj.ConfigError, match="reads no pictures"):
-        chat(answerer, ["first"], HOW, image="x.png", lines=[], out=out)
+        chat(answerer, ["first"], HOW, image="x.png", lines=[])
 
 
-def test_a_conversation(answerer: Answerer, folders: list[Path], base: Path) -> None:
-    out, lines = io.StringIO(), ["Hello", "", "And now?", "/reset", "And now?", "/exit", "never read"]
-    chat(answerer, ["first", base.name], HOW, lines=lines, out=out)
+def test_a_conversation(
+    answerer: Answerer, folders: list[Path], base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["Hello", "", "And now?", "/reset", "And now?", "/exit", "never read"]
+    chat(answerer, ["first", base.name], HOW, lines=lines)
+    out = capsys.readouterr().out
     for name in ("first", base.name):
-        own = [line.split("] ", 1)[1] for line in _answers(out.getvalue(), answerer) if line.startswith(f"[{name}]")]
+        own = [line.split("] ", 1)[1] for line in _answers(out, answerer) if line.startswith(f"[{name}]")]
         is_base = name == base.name
         first = plain(folders[0], "Hello", base=is_base)
         history = [*_user("Hello"), {"role": "assistant", "content": first}, *_user("And now?")]
         expected = [first, plain(folders[0], history, base=is_base), plain(folders[0], "And now?", base=is_base)]
         assert own == expected
-    assert "never read" not in out.getvalue()
+    assert "never read" not in out
 
 
 def _answers(text: str, answerer: Answerer) -> list[str]:

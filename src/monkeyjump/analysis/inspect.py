@@ -24,7 +24,8 @@ from monkeyjump.analysis.tokens import centers_by_block, draw_centers, draw_stat
 from monkeyjump.analysis.usage import ExpertUsage
 from monkeyjump.errors import ConfigError, require
 from monkeyjump.evaluation.load import TASK_IDS, load_adapter
-from monkeyjump.explorer import fragment, recorded, script_hash
+from monkeyjump.explorer import fragment, recorded
+from monkeyjump.pages import document
 from monkeyjump.record import write_atomic
 from monkeyjump.tables import Table
 from monkeyjump.tasks import Task, load_examples
@@ -87,10 +88,7 @@ def inspect(
         compared = plots.draw_usage(means, of="adapter")  # adapters in the place of tasks
         compared.name = "comparison"
         drawn[0].insert(0, compared.saved(folder))
-    view, css, script = fragment(views) if views else ("", "", "")
-    scripts = [script] if views else []
-    page = write_atomic(folder / "report.html", report(names, drawn, tables, view, css=css, scripts=scripts))
-    return page, tables
+    return write_atomic(folder / "report.html", report(names, drawn, tables, views)), tables
 
 
 def prompts(seen: Inspected, settings: InspectSettings) -> list[str]:
@@ -170,34 +168,20 @@ def summary(seen: Inspected) -> Table:
 
 
 def report(
-    names: Sequence[str], drawn: Sequence[Sequence[Drawing]], tables: Sequence[Table], view: str = "", **page: Any
+    names: Sequence[str],
+    drawn: Sequence[Sequence[Drawing]],
+    tables: Sequence[Table],
+    views: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The page. `view` is HTML that comes right after the tables, `page` the style and the scripts that it needs."""
+    """The page: the tables, prompts token by token where there are `views`, then every figure."""
+    view, css, script = fragment(views) if views else ("", "", "")
     title = f"Routing of {' and '.join(names)}"
     parts = [f"<h1>{escape(title)}</h1>", *(f"<pre>{escape(str(table))}</pre>" for table in tables), view]
     for name in dict.fromkeys(drawing.name for drawings in drawn for drawing in drawings):
         pairs = [(who, each) for who, drawings in zip(names, drawn, strict=True) for each in drawings]
         parts.append(section({who: each for who, each in pairs if each.name == name}))
-    return document(title, "\n".join(parts), **page)
-
-
-def document(title: str, body: str, css: str = "", scripts: Sequence[str] = ()) -> str:
-    """One HTML file that stands by itself, under a policy that lets in nothing from outside.
-
-    `body` is HTML that the caller has escaped. The policy names the hash of each of the `scripts`: no other one runs.
-    """
-    allowed = "".join(f" {script_hash(script)}" for script in scripts)
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    policy += f"; script-src{allowed}" if scripts else ""
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8") + css
-    inline = "".join(f"<script>{script}</script>\n" for script in scripts)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n{inline}</body>\n</html>\n"
-    )
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    return document(title, "\n".join(parts), style + css, [script] if views else [])
 
 
 def section(drawings: Mapping[str, Drawing]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from monkeyjump.errors import require
 from monkeyjump.record import jsonable, write_atomic
-from monkeyjump.tables import csv_text
+from monkeyjump.tables import csv_text, shortened
 
 # Okabe and Ito's colours, the darkest ones first; the yellow is left out because it is invisible on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
@@ -103,8 +103,7 @@ def name_ticks(axis: Any, which: str, names: Sequence[str], most: int = 12) -> N
     """Name the places 0, 1, ... of an axis; of many names every second, third, ... is written."""
     step = -(-len(names) // most)
     places = list(range(0, len(names), step))
-    plain = [names[place].removesuffix("_proj").removeprefix("expert ") for place in places]
-    shown = [name if len(name) <= 24 else f"{name[:23]}…" for name in plain]
+    shown = [shortened(names[place].removesuffix("_proj").removeprefix("expert "), 24) for place in places]
     rotation = 90 if which == "x" and max(map(len, shown)) > 4 and len(shown) > 2 else 0
     texts = (axis.set_xticks if which == "x" else axis.set_yticks)(places, shown, fontsize=7, rotation=rotation)
     for tick in texts:

@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     for package in ("starlette", "uvicorn"):
         require(package, f"this page needs {package}", "explore")
-    import torch
 
     from monkeyjump.explorer.engine import load
     from monkeyjump.explorer.server import serve
@@ -28,6 +27,5 @@ def run(options: argparse.Namespace) -> int:
     check_token("--token", options.token)
     with bound(options.host, options.port) as listening:
         paths = [path for path in (options.adapter, options.other) if path is not None]
-        explorer = load(paths, options.base, "cuda" if torch.cuda.is_available() else None)
-        serve(explorer, listening, options.host, options.token)
+        serve(load(paths, options.base), listening, options.host, options.token)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from monkeyjump.errors import ConfigError
@@ -41,22 +42,18 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(problems, title="nothing to answer" if len(problems) == 1 else "options")
 
     from monkeyjump.serving.answers import Question, Sampling, load
-    from monkeyjump.serving.files import FileRun, answer_file
+    from monkeyjump.serving.files import answer_file
     from monkeyjump.tasks.media import Media
 
     how = Sampling(options.max_tokens, options.temperature)
+    answering = partial(load, [options.adapter], options.base)
     if options.file is not None:
-
-        def loaded() -> FileRun:
-            answerer = load([options.adapter], options.base)
-            name = answerer.names[0]
-            return FileRun(answerer, name, how, options.batch, options.with_base, options.task)
-
         source, out = (Path(path).expanduser() for path in (options.file, options.out))
-        done, new = answer_file(source, out, loaded, options.with_base)
+        settings = {"batch": options.batch, "with_base": options.with_base, "task": options.task}
+        done, new = answer_file(source, out, answering, how, **settings)
         print(f"{new} answers" + (f", {done} were there already" if done else "") + f"\nsaved       {out}")
         return 0
-    answerer = load([options.adapter], options.base)
+    answerer = answering()
     media = () if options.image is None else (Media("image", str(Path(options.image).expanduser())),)
     question = Question([{"role": "user", "content": options.prompt}], media, options.task)
     for name in answerer.names if options.with_base else answerer.names[:1]:

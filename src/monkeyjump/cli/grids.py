@@ -20,14 +20,18 @@ def add_grid(parser: argparse.ArgumentParser, output: str, dry_run: bool = True)
     parser.add_argument("--lrs", metavar="X,Y,...", help="learning rates to search on validation (default: one)")
     parser.add_argument("--widen", action="store_true", help="try further rates until neither end is the best")
     parser.add_argument("--output", metavar="DIR", help=f"where runs and results go (default: {output})")
+    add_where(parser)
+    if dry_run:
+        parser.add_argument("--dry-run", action="store_true", help="list the runs that would be made first, and stop")
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", default="auto", metavar="N", help="runs at a time, or on a GPU of Ray (default: auto)"
     )
     parser.add_argument(
         "--on", default="local", metavar="WHERE", help="local (default), ray, ray:ADDRESS, or submitit for Slurm"
     )
-    if dry_run:
-        parser.add_argument("--dry-run", action="store_true", help="list the runs that would be made first, and stop")
 
 
 def checked_rates(options: argparse.Namespace, recipe: Recipe) -> list[float]:

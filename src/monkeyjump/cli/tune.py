@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from monkeyjump.cli.grids import stopped
+from monkeyjump.cli.grids import add_where, stopped, where
 from monkeyjump.errors import ConfigError
 
 
@@ -18,16 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=20, help="number of runs (default: 20)")
     parser.add_argument("--data", metavar="DIR", help="folder of data files instead of the hub")
     parser.add_argument("--output", metavar="DIR", help="where runs and results go (default: runs/tune-<recipe>)")
-    parser.add_argument(
-        "--jobs", default="auto", metavar="N", help="runs at a time, or on a GPU of Ray (default: auto)"
-    )
-    parser.add_argument("--on", default="local", metavar="WHERE", help="local (default), ray, ray:ADDRESS, or submitit")
+    add_where(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from monkeyjump.cli.grids import where
     from monkeyjump.experiments.tune import BEST, Range, best_table, save_tune, tune
     from monkeyjump.record import writable_folder
     from monkeyjump.training.recipe import load_recipe, overridden

@@ -2,94 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import math
 from html import escape
+from pathlib import Path
 
 from monkeyjump.evaluation.metrics import Interval
 from monkeyjump.evaluation.report import EvaluationReport, ReportRow, percent
 from monkeyjump.evaluation.shown import section
-
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b2330; --soft: #5d6878; --line: #e3e7ed;
-  --track: #eef1f5; --base: #9aa5b4; --adapter: #2f6fde; --up: #14764a; --down: #b3372f; --whisker: #1b2330;
-  --majority: #c2410c; }
-@media (prefers-color-scheme: dark) { :root { --page: #12161c; --card: #1a2029; --ink: #e6eaf0; --soft: #98a3b3;
-  --line: #2b333f; --track: #242c37; --base: #6f7b8c; --adapter: #6ea0ff; --up: #5bc78f; --down: #f08a80;
-  --whisker: #e6eaf0; --majority: #fb923c; } }
-* { box-sizing: border-box; }
-body { margin: 0; padding: 2rem 1.25rem 3rem; background: var(--page); color: var(--ink);
-  font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 74rem; margin: 0 auto; }
-h1 { font-size: 1.45rem; margin: 0 0 .25rem; letter-spacing: -.01em; }
-.about { color: var(--soft); margin: 0 0 1.25rem; overflow-wrap: anywhere; }
-.cards { display: flex; flex-wrap: wrap; gap: .75rem; margin-bottom: 1.25rem; }
-.card, .panel { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.card { padding: .8rem 1.1rem; min-width: 10rem; flex: 1; }
-.card b { display: block; font-size: 1.7rem; font-weight: 650; line-height: 1.2; font-variant-numeric: tabular-nums; }
-.card span { color: var(--soft); font-size: .85rem; }
-.panel { overflow-x: auto; padding: .35rem .2rem; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .42rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: 550; font-size: .82rem; }
-tr:last-child td { border-bottom: 0; }
-.l { text-align: left; }
-td, th { width: 1%; }
-.plot { width: auto; min-width: 11rem; padding-left: .9rem; }
-.range { display: block; color: var(--soft); font-size: .78rem; font-weight: 400; }
-.answer { display: block; max-width: 11.5rem; overflow: hidden; text-overflow: ellipsis; }
-.majority .answer { max-width: 6rem; margin-left: auto; }
-tr.mean td { font-weight: 650; background: color-mix(in srgb, var(--track) 55%, transparent); }
-tr.family td { background: none; color: var(--soft); font-size: .8rem; font-weight: 600; letter-spacing: .05em;
-  text-transform: uppercase; padding: 1rem .6rem .3rem; text-align: left; }
-.up { color: var(--up); } .down { color: var(--down); }
-svg { display: block; width: 100%; height: 26px; }
-.legend { display: flex; flex-wrap: wrap; gap: 1.1rem; color: var(--soft); font-size: .85rem; margin: .9rem .2rem 0; }
-i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; margin-right: .4rem; vertical-align: -1px; }
-td i { width: .55rem; height: .55rem; border-radius: 2px; vertical-align: 0; }
-i.dashed { width: 0; border-left: 2px dashed var(--majority); border-radius: 0; }
-.notes { color: var(--soft); font-size: .85rem; margin: .8rem .2rem 0; }
-.notes p { margin: .25rem 0; }
-h2 { font-size: 1.05rem; margin: 1.6rem .2rem .5rem; }
-.shown { display: grid; grid-template-columns: repeat(auto-fill, minmax(20rem, 1fr)); gap: .7rem; padding: .8rem; }
-figure { display: flex; gap: .7rem; margin: 0; padding: .6rem; border-left: 3px solid var(--down); min-width: 0;
-  background: color-mix(in srgb, var(--track) 55%, transparent); border-radius: 6px; }
-figure.right { border-color: var(--up); }
-figure.several { grid-column: 1 / -1; }
-figure > div { display: flex; flex-wrap: wrap; gap: .3rem; align-content: flex-start; }
-figure em, figure span { color: var(--soft); font-size: .82rem; max-width: 7.5rem; overflow-wrap: anywhere; }
-img { border-radius: 4px; }
-figcaption { min-width: 9rem; flex: 1; white-space: pre-line; overflow-wrap: anywhere; font-size: .88rem; }
-dl { display: grid; grid-template-columns: auto 1fr; gap: .1rem .6rem; margin: .3rem 0 0; white-space: normal; }
-dt { color: var(--soft); } dd { margin: 0; font-weight: 550; }
-@media print { body { background: none; padding: 0; } }
-"""
-
+from monkeyjump.pages import document, json_block
 
 _READING = (
     "Scores are times 100. Every task counts the same in a mean. Intervals are 95 %: Wilson's for shares, bootstrap "
     "for correlations, means and differences. Majority is the score of the best constant answer, which is the most "
     "frequent right one. Given most often is the answer that a side gave in most rows, with its share in %."
 )
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _WAYS = {"letter": "likelihood of the letter", "text": "likelihood of the answer text", "generate": "greedy generation"}
 
 
 def page(report: EvaluationReport) -> str:
     """The whole document. The exact numbers are in it too, as JSON."""
-    # "<" is the only character that could end the block early
-    data = json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     notes = "".join(f"<p>{escape(note)}</p>" for note in [_READING, *report.notes()])
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Evaluation: {escape(report.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+    body = (
         f'<h1>Evaluation</h1>\n<p class="about">{escape(_about(report))}</p>\n{_cards(report)}\n'
         f'<div class="panel">\n{_table(report)}\n</div>\n{_legend(report)}\n<div class="notes">{notes}</div>\n'
-        f"{section(report.shown)}</main>\n"
-        f'<script type="application/json" id="evaluation">{data}</script>\n</body>\n</html>\n'
+        f"{section(report.shown)}"
+        f'<script type="application/json" id="evaluation">{json_block(report.to_dict())}</script>'
     )
+    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    return document(f"Evaluation: {report.title}", body, css)
 
 
 def _about(report: EvaluationReport) -> str:

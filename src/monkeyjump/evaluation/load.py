@@ -20,8 +20,8 @@ class NamedAdapter:
     """One of the adapters on a model."""
 
     peft_name: str
-    folder: Path
     task_ids: Mapping[str, int] = field(default_factory=dict)  # what its tasks were trained with
+    folder: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,26 @@ class Adapters:
     named: dict[str, NamedAdapter]
 
 
-def load_adapters(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Adapters:
+def load_adapters(paths: Sequence[str | Path], base: str | None = None) -> Adapters:
     """The adapters of some folders on the one base model that they were made for, as precise as they were trained.
 
-    An adapter is called by its folder, or by the run's folder around a folder `adapter`.
+    An adapter is called by its folder, or by the run's folder around a folder `adapter`. A GPU is used if there is one.
     """
+    import torch
+
     from monkeyjump.training.saving import saved_recipe
     from monkeyjump.training.shared import dtype_of
 
     folders = [Path(path).expanduser().resolve() for path in paths]
     recipe = saved_recipe(folders[0])
     dtype = None if recipe is None else dtype_of(recipe)
+    device = "cuda" if torch.cuda.is_available() else None
     loaded, named = None, dict[str, NamedAdapter]()
     for number, folder in enumerate(folders):
         loaded = load_adapter(folder, base, dtype, device, loaded, adapter_name=(peft_name := f"loaded_{number}"))
         name = folder.parent.name if folder.name == "adapter" else folder.name
         name = f"{name} ({number + 1})" if name in {"base", *named} else name
-        named[name] = NamedAdapter(peft_name, folder, vars(loaded[0]).pop(TASK_IDS, {}))
+        named[name] = NamedAdapter(peft_name, vars(loaded[0]).pop(TASK_IDS, {}), folder)
     assert loaded is not None
     made_for = {config.base_model_name_or_path for config in loaded[0].peft_config.values()}
     if len(made_for) > 1 and not base:

@@ -18,8 +18,8 @@ class Prompts:
     def __init__(self, model: Any, tokenizer: Any, most: int) -> None:
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.limit = min(most, longest or most)  # tokens of a prompt with its answer
-        encoder = Encoder(tokenizer, max_length=max(self.limit, 8))
-        self.tokenizer, self.pictures = encoder.tokenizer, encoder.pictures
+        self.encoder = Encoder(tokenizer, max_length=max(self.limit, 8))
+        self.tokenizer, self.pictures = self.encoder.tokenizer, self.encoder.pictures
 
     def ids(self, messages: Messages, media: tuple[Media, ...] = ()) -> list[int]:
         """The conversation up to where the answer begins; pictures stand before the first text."""
@@ -32,8 +32,7 @@ class Prompts:
             for message in messages:
                 if problem := self.pictures.problem(media, message["content"]):
                     raise ConfigError(problem, title="picture")
-        given = [self._message(message, media if place == 0 else ()) for place, message in enumerate(messages)]
-        rendered = self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        rendered = self.encoder.rendered(messages, media)
         ids = self.tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
         if media and self.pictures is not None:
             ids = self.pictures.ids(rendered, ids, media)
@@ -43,9 +42,3 @@ class Prompts:
                 title="prompt too long",
             )
         return list(ids)
-
-    def _message(self, message: Mapping[str, str], media: tuple[Media, ...]) -> dict[str, Any]:
-        if self.pictures is None:
-            return dict(message)
-        shown = [{"type": each.kind} for each in media]
-        return {**message, "content": [*shown, {"type": "text", "text": message["content"]}]}

@@ -20,7 +20,7 @@ from monkeyjump.evaluation.metrics import Floats, Interval, percentile_interval
 from monkeyjump.evaluation.score import NO_ANSWER, Prediction
 from monkeyjump.evaluation.shown import ShownAnswer
 from monkeyjump.record import jsonable, write_atomic
-from monkeyjump.tables import Bold, Table, csv_text
+from monkeyjump.tables import Bold, Table, csv_text, one_line, shortened
 
 _WIDTH = 80  # of the table; names too long for it are cut there, nowhere else
 # said after a task's name; accuracy is said once, in the title
@@ -235,8 +235,7 @@ class EvaluationReport:
         return f"{self.table()}\n{self._below(_WIDTH)}"
 
     def _below(self, width: int) -> str:
-        notes = ["".join(c if c.isprintable() else " " for c in note) for note in (_LEGEND, *self.notes())]
-        return "\n".join(textwrap.fill(note, width) for note in notes)
+        return "\n".join(textwrap.fill(one_line(note), width) for note in (_LEGEND, *self.notes()))
 
 
 def _value(row: ReportRow, column: str) -> Any:
@@ -273,7 +272,3 @@ def span(interval: Interval | None, signed: bool = False) -> str:
         return "-"
     form = "+.0f" if signed else "z.0f"  # z: no minus before 0
     return "..".join(format(100 * bound, form) if bound else "0" for bound in (interval.low, interval.high))
-
-
-def shortened(name: str, width: int) -> str:
-    return name if len(name) <= width else f"{name[: width - 1]}…"

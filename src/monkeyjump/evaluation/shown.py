@@ -13,6 +13,7 @@ import numpy as np
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.score import NO_ANSWER, Prediction
+from monkeyjump.tables import shortened
 from monkeyjump.tasks.media import Media, open_image, read_frames
 from monkeyjump.tasks.task import Example
 
@@ -63,11 +64,11 @@ def _figure(answer: ShownAnswer) -> str:
     pictures = "".join(map(_thumbnail, media[:PICTURES]))
     more = f"<span>and {len(media) - PICTURES} more</span>" if len(media) > PICTURES else ""
     lines = [("right", answer.example.answer), *answer.said.items()]
-    said = "".join(f"<dt>{name}</dt><dd>{escape(_cut(text, _ANSWER))}</dd>" for name, text in lines)
+    said = "".join(f"<dt>{name}</dt><dd>{escape(shortened(text, _ANSWER))}</dd>" for name, text in lines)
     classes = ("right" if answer.correct else "wrong") + (" several" if len(media) > 1 else "")
     return (
         f'<figure class="{classes}">\n<div>{pictures}{more}</div>\n'
-        f"<figcaption>{escape(_cut(answer.example.question, _QUESTION))}\n<dl>{said}</dl></figcaption></figure>\n"
+        f"<figcaption>{escape(shortened(answer.example.question, _QUESTION))}\n<dl>{said}</dl></figcaption></figure>\n"
     )
 
 
@@ -85,7 +86,3 @@ def _thumbnail(media: Media) -> str:
     label = "picture" if media.kind == "image" else "first frame of a clip"
     size = f'width="{image.width}" height="{image.height}"'
     return f'<img alt="{label}" {size} src="data:image/jpeg;base64,{data}">'
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"

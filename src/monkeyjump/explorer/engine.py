@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation.forward import AnswerReader, Inputs, Prefix, evaluating
-from monkeyjump.evaluation.load import TASK_IDS, load_adapters
+from monkeyjump.evaluation.forward import AnswerReader, Inputs, evaluating
+from monkeyjump.evaluation.load import TASK_IDS, NamedAdapter, load_adapters
 from monkeyjump.evaluation.prompts import Prompts
+from monkeyjump.evaluation.recorded_step import GrowingStep
 from monkeyjump.evaluation.score import end_ids
 from monkeyjump.record import read_record
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tasks.media import Media
-from monkeyjump.tuner.call import belonging_to
 from monkeyjump.tuner.knock_out import knock_out
 from monkeyjump.tuner.model import require_context
 from monkeyjump.tuner.trace import RoutingTrace, record_routing
@@ -56,33 +56,32 @@ class Prompt:
     task: str | None = None  # for adapters that route by task
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """What is known of an adapter on the model."""
-
-    peft_name: str
-    task_ids: Mapping[str, int] = field(default_factory=dict)  # of one that routes by task
-    usage: Mapping[str, Any] | None = None  # shares by task and block, from the record of its training
-
-
 @dataclass
 class Reading:
-    """A prompt after a side has read it, and the tokens after it."""
+    """A prompt after a side has read it, and what runs the tokens after it."""
 
     side: Side
-    prefix: Prefix
-    ids: list[int]
     view: dict[str, Any]
-    new_ids: list[int] = field(default_factory=list)
-    shift: Any = None  # of positions, in models where they depend on pictures
+    step: GrowingStep
+    shift: Any  # of positions, in models where they depend on pictures
 
 
 class Explorer:
-    """A model with one or two adapters, for several threads."""
+    """A model with one or two adapters, for several threads.
 
-    def __init__(self, model: Any, tokenizer: Any, adapters: Mapping[str, Adapter], name: str = "") -> None:
+    `usage` holds, by adapter, the shares by task and block from the record of its training.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        adapters: Mapping[str, NamedAdapter],
+        name: str = "",
+        usage: Mapping[str, Any] | None = None,
+    ) -> None:
         require_context(model)  # or it has nothing to show
-        self.model, self.name, self.adapters = model, name, dict[str, Adapter]()
+        self.model, self.name, self.usage, self.adapters = model, name, usage or {}, dict[str, NamedAdapter]()
         for own_name, known in adapters.items():
             config = model.peft_config[known.peft_name]
             by_task = getattr(config, "granularity", "") == "task" or getattr(config, "placement", "") == "nested"
@@ -97,7 +96,7 @@ class Explorer:
     def about(self) -> dict[str, Any]:
         """What the page has to know before the first prompt."""
         adapters = [
-            {"name": name, "tasks": sorted(known.task_ids), "usage": known.usage}
+            {"name": name, "tasks": sorted(known.task_ids), "usage": self.usage.get(name)}
             for name, known in self.adapters.items()
         ]
         return {"model": self.name, "adapters": adapters, "limit": self.limit, "pictures": self.pictures is not None}
@@ -105,22 +104,22 @@ class Explorer:
     def read(self, prompt: Prompt, side: Side) -> Reading:
         """Read a prompt; the view of the result is what the page draws."""
         media = () if prompt.picture is None else (Media("image", prompt.picture),)
-        ids = self._ids(prompt.text, media)
+        ids = self.prompts.ids([{"role": "user", "content": prompt.text}], media)
         inputs = self._inputs(ids, media, self._task_id(prompt.task, side))
         with self._as(side) as trace:
             prefix = self.reader.read(inputs, cached=True)
-            reading = Reading(side, prefix, ids, {}, shift=getattr(self.reader.shifts, "rope_deltas", None))
+            shift = getattr(self.reader.shifts, "rope_deltas", None)
         columns = routed(trace, len(ids))
-        reading.view = {
+        view = {
             "prompt": prompt.text,
             "adapter": side.adapter,
             "off": {block: list(names) for block, names in side.off.items()},
             "tokens": self._texts(ids),
             "blocks": [[block, trace.experts(block)] for block in columns],
-            "next": self._next(prefix.logits),
+            "next": self._next(prefix.logits[:, -1]),
             **packed(trace, columns),
         }
-        return reading
+        return Reading(side, view, GrowingStep(self.reader, prefix), shift)
 
     def generate(self, prompt: Prompt, side: Side, most: int, temperature: float, seed: int) -> Iterator[dict]:
         """Continue a prompt token by token: each with its text, its gates and the text so far.
@@ -128,10 +127,10 @@ class Explorer:
         The noise of sampling depends on the seed and the place alone, so that two sides that agree say the same.
         """
         reading = self.read(prompt, side)
-        logits, noise = reading.prefix.logits, torch.Generator().manual_seed(seed)
-        most = min(most, self.limit - len(reading.ids))
+        prefix, new_ids, noise = reading.step.prefix, list[int](), torch.Generator().manual_seed(seed)
+        logits, most = prefix.logits[:, -1], min(most, self.limit - prefix.mask.shape[1])
         for _ in range(most):
-            scores = logits[0, -1].float().cpu()
+            scores = logits[0].float().cpu()
             if temperature > 0:
                 uniform = torch.rand(scores.shape, generator=noise).clamp_(1e-20, 1 - 1e-7)
                 scores = scores / temperature - torch.log(-torch.log(uniform))
@@ -140,22 +139,17 @@ class Explorer:
                 yield {"end": "The model ended its answer."}
                 return
             logits, trace = self._advance(reading, token)
-            text = self.tokenizer.decode(reading.new_ids, skip_special_tokens=True)
+            new_ids.append(token)
+            text = self.tokenizer.decode(new_ids, skip_special_tokens=True)
             yield {"token": self._texts([token])[0], "text": text, **packed(trace, routed(trace, 1))}
         yield {"end": f"Stopped after {most} tokens.", "next": self._next(logits)}
 
     def _advance(self, reading: Reading, token: int) -> tuple[Tensor, RoutingTrace]:
-        """Run one more token: the logits after it, and where it went."""
-        prefix = reading.prefix
-        reading.new_ids.append(token)
-        count, device = len(reading.new_ids), prefix.lengths.device
-        mask = torch.ones(1, len(reading.ids) + count, dtype=torch.long, device=device)
-        with self._as(reading.side) as trace, belonging_to(prefix.generation):
+        """Run one more token: the logits [1, V] after it, and where it went."""
+        with self._as(reading.side) as trace:
             if self.reader.shifts is not None:
                 self.reader.shifts.rope_deltas = reading.shift
-            positions = (prefix.lengths + count - 1).unsqueeze(1)
-            output = self.reader.call(torch.tensor([[token]], device=device), mask, positions, prefix.cache, keep=1)
-        return output.logits[:, -1:], trace
+            return reading.step.after(torch.tensor([token], device=self.reader.device)), trace
 
     @contextmanager
     def _as(self, side: Side) -> Iterator[RoutingTrace]:
@@ -167,7 +161,7 @@ class Explorer:
             with self.model.disable_adapter() if known is None else nullcontext(), knock_out(self.model, side.off):
                 yield trace
 
-    def _known(self, side: Side) -> Adapter | None:
+    def _known(self, side: Side) -> NamedAdapter | None:
         if side.adapter != BASE and side.adapter not in self.adapters:
             names = [BASE, *self.adapters]
             known = f"{did_you_mean(side.adapter, names)} Known: {', '.join(names)}."
@@ -185,9 +179,6 @@ class Explorer:
             raise ConfigError(f"adapter {side.adapter!r} routes by task: choose one of {names}.", title="task")
         return known.task_ids[task]
 
-    def _ids(self, text: str, media: tuple[Media, ...]) -> list[int]:
-        return self.prompts.ids([{"role": "user", "content": text}], media)
-
     def _inputs(self, ids: list[int], media: tuple[Media, ...], task_id: int | None) -> Inputs:
         device = self.reader.device
         prompts, length = torch.tensor([ids], device=device), torch.tensor([len(ids)], device=device)
@@ -200,7 +191,7 @@ class Explorer:
 
     def _next(self, logits: Tensor) -> list[list[Any]]:
         """The most likely next tokens with their probabilities."""
-        p, ids = logits[0, -1].float().softmax(-1).topk(min(SHOWN, logits.shape[-1]))
+        p, ids = logits[0].float().softmax(-1).topk(min(SHOWN, logits.shape[-1]))
         return [[text, round(value, 5)] for text, value in zip(self._texts(ids.tolist()), p.tolist(), strict=True)]
 
     def _texts(self, ids: list[int]) -> list[str]:
@@ -240,18 +231,16 @@ def _text(values: Tensor, scale: float) -> str:
 def recorded(model: Any, tokenizer: Any, prompts: Sequence[str], adapter_name: str = "adapter") -> list[dict[str, Any]]:
     """Views of prompts for a page without a server (`explorer.fragment`): of the adapter, then of the base model."""
     task_ids = getattr(model, TASK_IDS, {})
-    explorer = Explorer(model, tokenizer, {adapter_name: Adapter(model.active_adapters[0], task_ids)})
+    explorer = Explorer(model, tokenizer, {adapter_name: NamedAdapter(model.active_adapters[0], task_ids)})
     task = min(task_ids, default=None)
     asked = [(Prompt(text, task=task), Side(name)) for text in prompts for name in (adapter_name, BASE)]
     return [explorer.read(prompt, side).view for prompt, side in asked]
 
 
-def load(paths: Sequence[str | Path], base: str | None = None, device: Any = None) -> Explorer:
+def load(paths: Sequence[str | Path], base: str | None = None) -> Explorer:
     """The adapters of one or two folders on their base model."""
-    found, adapters = load_adapters(paths, base, device), dict[str, Adapter]()
+    found, usage = load_adapters(paths, base), dict[str, Any]()
     for name, known in found.named.items():
-        usage = None
         with suppress(ConfigError):  # there may be no record, or another one
-            usage = read_record(known.folder.parent / "record.json").metrics.get("usage", {}).get("loads")
-        adapters[name] = Adapter(known.peft_name, known.task_ids, usage)
-    return Explorer(found.model, found.tokenizer, adapters, found.base_name)
+            usage[name] = read_record(known.folder.parent / "record.json").metrics.get("usage", {}).get("loads")
+    return Explorer(found.model, found.tokenizer, found.named, found.base_name, usage)

@@ -46,8 +46,7 @@ def measure_loss(
 
     memory, settings = Memory(), {"data": data, "limit": limit}
     if recipe is not None:
-        same = {name: getattr(recipe.data, name) for name in ("max_length", "frames", "bad_media")}
-        settings |= {"mode": recipe.mode, "answer_format": recipe.data.answer, **same}
+        settings |= {"mode": recipe.mode, **encoding(recipe)}
     routed = evaluate(model, tokenizer, tasks, memory=memory, **settings)
     ids = getattr(model, TASK_IDS, None)
     plain = PeftModel.from_pretrained(model.unload(), str(folder)).eval()

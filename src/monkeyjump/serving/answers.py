@@ -175,4 +175,4 @@ def small_batches(page: int, pages: int, tokens: int) -> ContinuousBatchingConfi
 
 def load(paths: Sequence[str | Path], base: str | None = None) -> Answerer:
     """The adapters of some folders on their base model, on a GPU where there is one."""
-    return Answerer(load_adapters(paths, base, "cuda" if torch.cuda.is_available() else None))
+    return Answerer(load_adapters(paths, base))

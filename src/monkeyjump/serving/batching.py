@@ -51,7 +51,7 @@ class OneThread(GenerationState):
 class RaggedBatch(OneThread):
     """Continuous batching for one name. Its thread knows no calls of ours, so the model is switched once and stays."""
 
-    def __init__(self, answerer: Answerer, name: str, config: ContinuousBatchingConfig | None = None) -> None:
+    def __init__(self, answerer: Answerer, name: str) -> None:
         peft_name, model, base = answerer.peft_name(name), answerer.model, answerer.model.get_base_model()
         adapter = model.peft_config.get(peft_name)
         if reason := by_row(adapter) if isinstance(adapter, MonkeyJumpConfig) else None:
@@ -65,7 +65,7 @@ class RaggedBatch(OneThread):
                 f"{type(base).__name__} knows no continuous batching: leave --continuous-batching out.",
                 title="model cannot be served",
             )
-        config = config or _batches(answerer)
+        config = _batches(answerer)
         self.recorded = config is not None and bool(config.use_cuda_graph)
         super().__init__(continuous_batching=True, cb_config=config)
         if adapter is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
 
 from transformers import TextStreamer
 
@@ -24,14 +23,12 @@ def chat(
     task: str | None = None,
     image: str | None = None,
     lines: Iterable[str] | None = None,
-    out: TextIO | None = None,
 ) -> None:
     """Answer each line, by every name in turn; each keeps a conversation of its own. A picture stands before it."""
-    out = sys.stdout if out is None else out
     histories: dict[str, list[dict[str, str]]] = {name: [] for name in names}
     media = () if image is None else _picture(answerer, image)
     sees = "" if answerer.prompts.pictures is None else PICTURES
-    print(f"{', '.join(histories)}: {sees}{HELP}", file=out, flush=True)
+    print(f"{', '.join(histories)}: {sees}{HELP}", flush=True)
     for line in _typed() if lines is None else lines:
         text = line.strip()
         if text == "/exit":
@@ -41,16 +38,16 @@ def chat(
             try:
                 media = () if text == "/reset" else _picture(answerer, path.strip())
             except ConfigError as error:
-                print(f"error: {error}", file=out, flush=True)
+                print(f"error: {error}", flush=True)
                 continue
             for history in histories.values():
                 history.clear()
             said = f"is about {Path(str(media[0].content)).name}" if media else "is forgotten"
-            print(f"(the conversation {said})", file=out, flush=True)
+            print(f"(the conversation {said})", flush=True)
         elif text:
             for name, history in histories.items():
                 question = Question([*history, {"role": "user", "content": text}], media, task)
-                _turn(answerer, name, history, question, how, out)
+                _turn(answerer, name, history, question, how)
 
 
 def _picture(answerer: Answerer, path: str) -> tuple[Media, ...]:
@@ -69,33 +66,16 @@ def _typed() -> Iterable[str]:
             return
 
 
-def _turn(
-    answerer: Answerer,
-    name: str,
-    history: list[dict[str, str]],
-    question: Question,
-    how: Sampling,
-    out: TextIO,
-) -> None:
+def _turn(answerer: Answerer, name: str, history: list[dict[str, str]], question: Question, how: Sampling) -> None:
     """One question and its answer. One that fails or is interrupted is not part of the conversation."""
-    print(f"[{name}] ", end="", file=out, flush=True)
+    print(f"[{name}] ", end="", flush=True)
     try:
-        (answer,) = answerer.answers([question], name, how, _Streamer(answerer.tokenizer, out))
+        streamer = TextStreamer(answerer.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        (answer,) = answerer.answers([question], name, how, streamer)
     except ConfigError as error:
-        print(f"\nerror: {error} {HELP}.", file=out, flush=True)
+        print(f"\nerror: {error} {HELP}.", flush=True)
         return
     except KeyboardInterrupt:
-        print("\n(interrupted)", file=out, flush=True)
+        print("\n(interrupted)", flush=True)
         return
     history += [question.messages[-1], {"role": "assistant", "content": answer}]  # type: ignore[list-item]
-
-
-class _Streamer(TextStreamer):
-    """Transformers' streamer, onto any stream."""
-
-    def __init__(self, tokenizer: object, out: TextIO) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
-        self.out = out
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        print(text, end="\n" if stream_end else "", file=self.out, flush=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,46 +36,9 @@ class Row(Section):
         media = () if self.image is None else (Media("image", str(folder / Path(self.image).expanduser())),)
         return Question([message.model_dump() for message in asked], media, self.task or task)
 
-
-@dataclass(frozen=True)
-class FileRun:
-    """What is answered by whom."""
-
-    answerer: Answerer
-    name: str
-    how: Sampling
-    batch: int = 8
-    with_base: bool = False
-    task: str | None = None
-
-    def _check(self, source: Path, rows: list[Row]) -> None:
-        """Tell every prompt that cannot be read before the first is answered."""
-        problems = []
-        for number, row in enumerate(rows, start=1):
-            try:
-                question = row.question(source.parent, self.task)
-                self.answerer.prompt_ids(question)
-                self.answerer.task_id(self.name, question.task)
-            except ConfigError as error:
-                problems += [f"row {number}: {problem}" for problem in error.problems]
-        if problems:
-            raise ConfigError(problems, title=f"questions of {str(source)!r}")
-
-    def answer(self, source: Path, rows: list[Row], out: Path, done: int) -> Iterator[int]:
-        """Append the answers to the rows after the first `done`; yields how many are new, after every batch."""
-        self._check(source, rows)
-        with out.open("a", encoding="utf-8") as file:
-            for start in range(done, len(rows), self.batch):
-                batch = rows[start : start + self.batch]
-                questions = [row.question(source.parent, self.task) for row in batch]
-                columns = {"answer": self.answerer.answers(questions, self.name, self.how)}
-                if self.with_base:
-                    columns["base"] = self.answerer.answers(questions, self.answerer.base_name, self.how)
-                for place, row in enumerate(batch):
-                    found = {key: answers[place] for key, answers in columns.items()}
-                    file.write(json.dumps({**asked_in(row), **found}, ensure_ascii=False) + "\n")
-                file.flush()
-                yield len(batch)
+    def asked(self) -> dict[str, Any]:
+        """What a line of answers repeats of its question."""
+        return self.model_dump(exclude_none=True)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -107,11 +69,6 @@ def _one_of_both(row: Row) -> list[str]:
     return [] if sum(named) == 1 else ["it needs either 'prompt' or 'messages'."]
 
 
-def asked_in(row: Row) -> dict[str, Any]:
-    """What a line of answers repeats of its question."""
-    return row.model_dump(exclude_none=True)
-
-
 def done_rows(out: Path, rows: list[Row], with_base: bool) -> int:
     """How many questions the file of answers has from an earlier run; a last line that was cut short is taken away."""
     if not out.exists():
@@ -124,7 +81,7 @@ def done_rows(out: Path, rows: list[Row], with_base: bool) -> int:
         try:
             found = json.loads(line)
             asked = {key: value for key, value in found.items() if key not in ("answer", "base")}
-            fits = number <= len(rows) and asked == asked_in(rows[number - 1]) and columns == set(found) - set(asked)
+            fits = number <= len(rows) and asked == rows[number - 1].asked() and columns == set(found) - set(asked)
         except (ValueError, AttributeError):
             fits = False
         if not fits:
@@ -139,14 +96,46 @@ def done_rows(out: Path, rows: list[Row], with_base: bool) -> int:
     return len(lines)
 
 
-def answer_file(source: Path, out: Path, load: Callable[[], FileRun], with_base: bool) -> tuple[int, int]:
+def answer_file(
+    source: Path,
+    out: Path,
+    load: Callable[[], Answerer],
+    how: Sampling,
+    *,
+    batch: int = 8,
+    with_base: bool = False,
+    task: str | None = None,
+) -> tuple[int, int]:
     """Answer what is not answered yet; how many lines were there and how many are new. The model is loaded last."""
     rows = read_rows(source)
     done = done_rows(out, rows, with_base)
     if done == len(rows):
         return done, 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=len(rows), initial=done, desc="answering", unit="row", leave=False) as bar:
-        for count in load().answer(source, rows, out, done):
-            bar.update(count)
+    answerer, questions = load(), [row.question(source.parent, task) for row in rows]
+    _check(source, answerer, questions)
+    names = {"answer": answerer.names[0], **({"base": answerer.base_name} if with_base else {})}
+    bar = tqdm(total=len(rows), initial=done, desc="answering", unit="row", leave=False)
+    with bar, out.open("a", encoding="utf-8") as file:
+        for start in range(done, len(rows), batch):
+            asked = questions[start : start + batch]
+            columns = {key: answerer.answers(asked, name, how) for key, name in names.items()}
+            for place, row in enumerate(rows[start : start + batch]):
+                found = {key: answers[place] for key, answers in columns.items()}
+                file.write(json.dumps({**row.asked(), **found}, ensure_ascii=False) + "\n")
+            file.flush()
+            bar.update(len(asked))
     return done, len(rows) - done
+
+
+def _check(source: Path, answerer: Answerer, questions: list[Question]) -> None:
+    """Tell every prompt that cannot be read before the first is answered."""
+    problems = []
+    for number, question in enumerate(questions, start=1):
+        try:
+            answerer.prompt_ids(question)
+            answerer.task_id(answerer.names[0], question.task)
+        except ConfigError as error:
+            problems += [f"row {number}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems, title=f"questions of {str(source)!r}")

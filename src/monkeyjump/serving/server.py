@@ -20,7 +20,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from transformers import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
 from monkeyjump.checked import validated
@@ -50,13 +49,7 @@ class UnknownModelError(HTTPException):
 class Api:
     """What can be asked of the server. `together`: one name, whose requests are one ragged batch."""
 
-    def __init__(
-        self,
-        answerer: Answerer,
-        limits: Limits,
-        together: str | None = None,
-        batching: ContinuousBatchingConfig | None = None,
-    ) -> None:
+    def __init__(self, answerer: Answerer, limits: Limits, together: str | None = None) -> None:
         if answerer.prompts.pictures is not None:
             raise ConfigError(
                 f"{answerer.base_name!r} reads pictures, and the server takes text alone: ask about pictures with "
@@ -66,7 +59,7 @@ class Api:
         self.answerer, self.limits, self.counts = answerer, limits, Counts()
         self.closing, self.started = threading.Event(), int(time.time())
         self.names = answerer.names if together is None else [together]
-        self.state = OneThread() if together is None else RaggedBatch(answerer, together, batching)
+        self.state = OneThread() if together is None else RaggedBatch(answerer, together)
 
     async def chat(self, request: Request) -> Response:
         content = await json_of(request)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from monkeyjump.record import write_atomic
 
 _DAYS, _BYTES = 30, 2 * 2**30  # entries not used for so long are dropped, and the oldest beyond this size
 _DIGEST = 32
@@ -41,21 +42,8 @@ def read(name: str) -> memoryview | None:
 def write(name: str, content: bytes) -> None:
     """Keep an entry. Processes that write the same one at the same time write the same, each in one rename."""
     with suppress(OSError):
-        put(folder() / name, _digest(content) + content)
+        write_atomic(folder() / name, _digest(content) + content, cached=True)
         _drop_old()
-
-
-def put(path: Path, content: bytes) -> None:
-    """Write a file in one rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, scratch = tempfile.mkstemp(dir=path.parent)
-    try:
-        with open(number, "wb") as file:
-            file.write(content)
-        os.replace(scratch, path)
-    except OSError:
-        os.unlink(scratch)
-        raise
 
 
 def folder() -> Path:

@@ -153,10 +153,17 @@ class Encoder:
             return message.join(self._around[kinds])
         return self._rendered(message, example.media)
 
-    def _rendered(self, message: str, media: Sequence[Media] = ()) -> str:
-        parts: Any = [*({"type": each.kind} for each in media), {"type": "text", "text": message}]  # pictures first
-        messages = [{"role": "user", "content": message if self.pictures is None else parts}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def _rendered(self, message: str, media: Sequence[Media]) -> str:
+        return self.rendered([{"role": "user", "content": message}], media)
+
+    def rendered(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media]) -> str:
+        """A conversation in the chat template, up to where the answer begins; pictures stand before its first text."""
+        given: list[dict[str, Any]] = [dict(message) for message in messages]
+        if self.pictures is not None:
+            for message in given:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            given[0]["content"][:0] = [{"type": each.kind} for each in media]
+        return self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
 
     def _prompts(self, examples: Sequence[Example]) -> list[list[int] | None]:
         """The ids of prompts that fit; None for others, which are counted."""

@@ -54,13 +54,8 @@ _KITTI = "less than 8 meters, 8 to 20 meters, more than 20 meters, no vehicle"
 # -- classification -----------------------------------------------------------------------------
 
 
-def _classes(question: str, options: tuple[str, ...]) -> Callable[[Row], Example]:
-    """A class is given by its number, as on the hub, or by its name in any spelling."""
-    known = {_letters(option): index for index, option in enumerate(options)}
-    return partial(_of_a_class, question, options, known)
-
-
 def _of_a_class(question: str, options: tuple[str, ...], known: Mapping[str, int], row: Row) -> Example:
+    """A class is given by its number, as on the hub, or by its name in any spelling, which is `known`."""
     value = _vehicle(row["label"]) if isinstance(row["label"], list | tuple) else row["label"]
     label = known.get(_letters(value), as_position(value, len(options)))
     if label is None:
@@ -134,7 +129,8 @@ def _hub(name: str, train: str = "train", test: str = "test", **more: Any) -> Hu
 
 def _class(name: str, hub: HubSource, question: str, classes: str, description: str) -> Task:
     options = tuple(" ".join(name.split()) for name in classes.split(","))
-    render = _classes(question, options)
+    known = {_letters(option): index for index, option in enumerate(options)}
+    render = partial(_of_a_class, question, options, known)
     return Task(name, "image_classes", render, ("label",), hub, options, "accuracy", "image", description, ("image",))
 
 

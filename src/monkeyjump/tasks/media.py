@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from monkeyjump.errors import ConfigError, require
+from monkeyjump.record import write_atomic
 from monkeyjump.tasks import cache
 from monkeyjump.tasks.cells import missing, opened
 
@@ -116,7 +117,7 @@ def stored(media: Media) -> Media:
     path = cache.folder().parent / "media" / name[:2] / name
     with suppress(OSError):
         if not path.is_file():
-            cache.put(path, media.content)
+            write_atomic(path, media.content, cached=True)
         return Media(media.kind, str(path))
     return media
 
