@@ -10,22 +10,36 @@ from typing import TYPE_CHECKING, Any
 from monkeyjump.import_hook import register_with_peft
 
 if TYPE_CHECKING:
-    from monkeyjump import methods as methods
-    from monkeyjump.config import MonkeyJumpConfig as MonkeyJumpConfig
-    from monkeyjump.errors import ConfigError as ConfigError
-    from monkeyjump.training.callbacks import MonkeyJumpCallback as MonkeyJumpCallback
-    from monkeyjump.training.fast import fast as fast
-    from monkeyjump.tuner.centers.calibrate import initialize_centers as initialize_centers
-    from monkeyjump.tuner.count import count_parameters as count_parameters
-    from monkeyjump.tuner.from_lora import from_lora as from_lora
-    from monkeyjump.tuner.from_lora import route as route
-    from monkeyjump.tuner.knock_out import knock_out as knock_out
-    from monkeyjump.tuner.trace import record_routing as record_routing
-    from monkeyjump.tuner.training.optimizer_steps import allocate_ranks as allocate_ranks
-    from monkeyjump.tuner.training.optimizer_steps import balance_ranks as balance_ranks
-    from monkeyjump.tuner.training.optimizer_steps import project_gradients as project_gradients
+    from monkeyjump import methods
+    from monkeyjump.config import MonkeyJumpConfig
+    from monkeyjump.errors import ConfigError
+    from monkeyjump.training.callbacks import MonkeyJumpCallback
+    from monkeyjump.training.fast import fast
+    from monkeyjump.tuner.centers.calibrate import initialize_centers
+    from monkeyjump.tuner.count import count_parameters
+    from monkeyjump.tuner.from_lora import from_lora, route
+    from monkeyjump.tuner.knock_out import knock_out
+    from monkeyjump.tuner.trace import record_routing
+    from monkeyjump.tuner.training.optimizer_steps import allocate_ranks, balance_ranks, project_gradients
 
 __version__ = "0.1.0"
+__all__ = [
+    "ConfigError",
+    "MonkeyJumpCallback",
+    "MonkeyJumpConfig",
+    "allocate_ranks",
+    "balance_ranks",
+    "count_parameters",
+    "fast",
+    "from_lora",
+    "initialize_centers",
+    "knock_out",
+    "methods",
+    "project_gradients",
+    "record_routing",
+    "route",
+]
+
 _HOMES = {
     "ConfigError": "errors",
     "MonkeyJumpCallback": "training.callbacks",
@@ -42,7 +56,6 @@ _HOMES = {
     "record_routing": "tuner.trace",
     "route": "tuner.from_lora",
 }
-__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
