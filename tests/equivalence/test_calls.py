@@ -196,7 +196,7 @@ def test_statistics_are_taken_only_for_a_commit(interval: int, stop: int, monkey
         return plain(*args)
 
     monkeypatch.setattr(centroid, "Staged", staged)
-    monkeypatch.setattr(schedule, "_reduce", lambda *_: sent.add(step))
+    monkeypatch.setattr(schedule, "over_ranks", lambda *_: sent.add(step))
     for step in range(1, 10):
         model(**batch_of(step))
     assert summed == sent == {n for n in range(1, 10) if n % interval == 0 and n <= stop}
