@@ -32,9 +32,12 @@ def rows() -> dict[str, Rows]:
     return rows_of_tasks(encoder, TASKS, 6, None, seed=0)
 
 
-def test_the_mean_gate_is_that_of_all_tokens(model: Any, rows: dict[str, Rows]) -> None:
+def test_the_mean_gate_is_that_of_all_tokens(
+    model: Any, rows: dict[str, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = Recipe(data={"max_length": 256})  # type: ignore[arg-type]
-    found = mean_gate(model, make_tokenizer(), TASKS, recipe, rows=6)
+    monkeypatch.setattr("monkeyjump.analysis.rows.GATE_ROWS", 6 * len(TASKS))
+    found = mean_gate(model, make_tokenizer(), TASKS, recipe)
     usage, tokens = collect(model, rows).usage, []
     for some in rows.values():
         tokens.append(sum(int(batch["attention_mask"].sum()) for batch in some))

@@ -98,11 +98,16 @@ def measure_usage(
     return usage if usage.blocks else None
 
 
-def mean_gate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, rows: int = 32) -> float | None:
-    """Over all tokens of these rows, blocks and experts, zeros included: in few forwards, since tasks share batches."""
+# Rows of a mixture that its mean gate is taken over. On SmolLM2 and the 14 text tasks single rows differed by 0.0002
+# (s.d., the paper's setting, mean 0.233) to 0.0016 (sharp gates of ranks, mean 0.146).
+GATE_ROWS = 64
+
+
+def mean_gate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe) -> float | None:
+    """Over the tokens of some rows of all tasks, blocks and experts, zeros included; in few forwards, of mixed rows."""
     if not routes(model):
         return None
-    found = list(_test_rows(tokenizer, tasks, recipe, rows).values())
+    found = list(_test_rows(tokenizer, tasks, recipe, max(1, GATE_ROWS // len(tasks))).values())
     if not found:
         return None
     together = Rows([sequence for each in found for sequence in each.sequences], found[0].collate)
