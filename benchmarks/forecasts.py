@@ -20,7 +20,7 @@ from monkeyjump.record import RunRecord, write_record
 from monkeyjump.training.recipe import Recipe, load_recipe, overridden
 from monkeyjump.training.shared import Shared
 
-PLACES = [*(Setting(conflict, 4, 1, "given") for conflict in (0, 0.5, 1)), Setting(1, 4, 1, "domain")]
+PLACES = [Setting(conflict, 4, 1, "given") for conflict in (0, 1)]
 
 
 def main() -> None:
@@ -35,7 +35,6 @@ def main() -> None:
     rules = overridden(Recipe(), [*RECIPE, *settings])
     with tempfile.TemporaryDirectory() as folder:
         recipes = {str(s.data): rules.model_copy(update={"tasks": write_tasks(s, Path(folder))}) for s in PLACES}
-        recipes["quickstart"] = load_recipe("quickstart", settings)
         recipes["text14-study"] = load_recipe("text14-study", [*settings, f"data.folder={options.data}"])
         shared, record = Shared(), RunRecord(kind="forecasts", name="forecasts", config={"settings": settings})
         for name, recipe in recipes.items():

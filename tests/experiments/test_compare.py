@@ -18,6 +18,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation import score as memory
 from monkeyjump.evaluation.score import Scorer
 from monkeyjump.experiments import compare as module
+from monkeyjump.experiments.ablate import study_rows
 from monkeyjump.experiments.compare import grid_of_methods, run_grid, with_controls
 from monkeyjump.experiments.comparison import Cell, Comparison
 from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
@@ -318,3 +319,16 @@ def assert_same_adapter(folder: Path, other: Path) -> None:
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5, msg=f"{folder}: {name}")
+
+
+def test_a_task_without_a_score_has_no_row(tmp_path: Path) -> None:
+    """All its rows were too long for the model; no table and no file stumbles over it."""
+    comparison = grid_of_methods(Recipe(), ["lora"], [0, 1], [1e-3], controls=False)
+    costs = {"trainable": 1, "router": 0, "steps_per_second": 1.0}
+    for seed in (0, 1):
+        scores = {"mean": 0.5, "mean_nll": None, "tasks": {"a": 0.5, "b": None}, "families": {"a": "f", "b": "f"}}
+        comparison.final.append(Cell("lora", 1e-3, seed, scores | costs))
+    assert [label for label, _ in comparison_rows(comparison)] == ["a", "f mean", "mean"]
+    assert [table.title for table in comparison_tables(comparison)]
+    assert [row["by_task"] for row in study_rows(comparison)] == [{"a": 0.5}]
+    assert all(path.is_file() for path in save_comparison(comparison, tmp_path))

@@ -133,12 +133,14 @@ class Comparison:
         ]
 
     def tasks(self) -> list[str]:
-        return list(self.final[0].metrics["tasks"]) if self.final else []
+        """Those that all final runs have a score of: a task whose rows are all too long for a model has none."""
+        scores = [cell.metrics["tasks"] for cell in self.final]
+        return [task for task in (scores[0] if scores else ()) if all(found[task] is not None for found in scores)]
 
     def families(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for task, family in (self.final[0].metrics["families"] if self.final else {}).items():
-            found.setdefault(family, []).append(task)
+        for task in self.tasks():
+            found.setdefault(self.final[0].metrics["families"][task], []).append(task)
         return found
 
     def family_values(self, method: str, family: str) -> list[float]:
