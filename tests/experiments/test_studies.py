@@ -12,6 +12,7 @@ from monkeyjump import methods
 from monkeyjump.analysis import changed_models, inspect
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
+from monkeyjump.experiments import ablate
 from monkeyjump.experiments.study import PLAIN, Study, grid_of, load_study, names, variants_of
 from monkeyjump.training.recipe import load_recipe
 from tests.experiments.test_compare import FakeRuns, fakes
@@ -103,6 +104,19 @@ def test_a_study_ends_in_a_table_a_record_and_a_picture(
     assert main([*words, "--seeds", "3"]) == 0  # another table, beside the first
     assert len(json.loads((tmp_path / "out" / "ranks-2.json").read_text())["metrics"]["seeds"]) == 3
     assert json.loads((tmp_path / "out" / "ranks.json").read_text())["metrics"] == record["metrics"]
+
+
+def test_pictures_keep_the_order_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is the first of the rows, and has its own place among the temperatures."""
+    written: list[list[str]] = []
+    monkeypatch.setattr(ablate, "name_ticks", lambda axis, which, names, most: written.append(names))
+    study = load_study("temperature")
+    rows = [{"variant": name, "values": [0.5, 0.6], "nlls": [0.9, 1.0]} for name in (*variants_of(study), PLAIN)]
+    assert rows[0]["variant"] == "1.0"
+    assert ablate.plot_study(study, rows, tmp_path / "picture.png").stat().st_size > 10_000
+    assert written == [["0.1", "0.5", "1.0", "1.5", "2.0"]] * 2
+    ablate.plot_study(study, [{**row, "nlls": []} for row in rows], tmp_path / "alone.png")
+    assert len(written) == 3
 
 
 def test_a_real_study(tmp_path: Path) -> None:

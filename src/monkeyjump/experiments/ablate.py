@@ -12,7 +12,7 @@ from monkeyjump.analysis.style import COLORS, GREY, label, name_ticks, new_figur
 from monkeyjump.evaluation.metrics import paired_difference
 from monkeyjump.experiments.compare import cell_recipe
 from monkeyjump.experiments.comparison import Comparison, Wanted
-from monkeyjump.experiments.study import PLAIN, Study, expected
+from monkeyjump.experiments.study import PLAIN, Study, expected, variants_of
 from monkeyjump.experiments.tables import costs, spread, stem_of
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
@@ -35,6 +35,7 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 "values": values,
                 "sd": spread(values),
                 "nll": fmean(nll) if nll else None,
+                "nlls": nll,
                 "difference": asdict(points[variant]) if variant in points else None,
                 "nll_difference": asdict(nlls[variant]) if variant in nlls else None,
                 **costs(comparison, variant),
@@ -54,6 +55,7 @@ def study_table(study: Study, comparison: Comparison) -> Table:
     return Table(title, ["variant", "lr", "mean", "diff", "NLL", "x 1000", "failed"], rows)
 
 
+SIDE_BY_SIDE = 12  # variants up to which both panels of a picture stand beside each other
 EQUAL = 0.005  # a difference that counts as none: half a point
 
 
@@ -112,20 +114,33 @@ def draw_figures(study: Study, comparison: Comparison, output: Path) -> list[Pat
 
 
 def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:
-    """Points with the spread over seeds, in the order of the study; the constant gate is a line across."""
-    shown = [row for row in rows if row["variant"] != PLAIN]
+    """Points with the spread over seeds, in the order in which the study names them: the metric, and the NLL beside it.
+
+    The reference has a colour of its own, and the constant gate is a line across.
+    """
+    reference, order = rows[0]["variant"], list(variants_of(study.model_copy(update={"reference": ""})))
+    shown = sorted((row for row in rows if row["variant"] != PLAIN), key=lambda row: order.index(row["variant"]))
     control = next((row for row in rows if row["variant"] == PLAIN), None)
-    figure = new_figure(max(4.5, 0.42 * len(shown) + 2.2), 3.6)
-    axis = figure.subplots()
-    if control is not None:
-        middle, half = 100 * control["mean"], 100 * control["sd"]
-        axis.axhspan(middle - half, middle + half, color=GREY, alpha=0.2, linewidth=0)
-        axis.axhline(middle, color=GREY, linewidth=1, linestyle="--", label=PLAIN)
-    means, spreads = [100 * row["mean"] for row in shown], [100 * row["sd"] for row in shown]
-    axis.errorbar(range(len(shown)), means, spreads, fmt="o", color=COLORS[0], capsize=3, label="mean, sd over seeds")
-    name_ticks(axis, "x", [row["variant"] for row in shown], most=len(shown))
-    label(axis, study.title, study.vary.rpartition(".")[2] or "variant", "mean test metric x 100", legend=True)
-    axis.grid(axis="y", alpha=0.3)
+    panels = [("values", 100.0, "mean test metric x 100")]
+    if all(row["nlls"] for row in rows):
+        panels.append(("nlls", 1.0, "NLL of the right option"))
+    beside, width = len(shown) <= SIDE_BY_SIDE, min(20.0, max(4.5, 0.42 * len(shown) + 2.2))
+    figure = new_figure(width * (len(panels) if beside else 1), 3.6 * (1 if beside else len(panels)), study.title)
+    axes = figure.subplots(*((1, len(panels)) if beside else (len(panels), 1)), squeeze=False)
+    for axis, (measure, scale, what) in zip(axes.flat, panels, strict=True):
+        if control is not None:
+            middle, half = scale * fmean(control[measure]), scale * spread(control[measure])
+            axis.axhspan(middle - half, middle + half, color=GREY, alpha=0.2, linewidth=0)
+            axis.axhline(middle, color=GREY, linewidth=1, linestyle="--", label=PLAIN)
+        for color, name in ((COLORS[0], "mean, sd over seeds"), (COLORS[1], "reference")):
+            own = {
+                n: row[measure] for n, row in enumerate(shown) if (row["variant"] == reference) == (name == "reference")
+            }
+            means, spreads = ([scale * of(values) for values in own.values()] for of in (fmean, spread))
+            axis.errorbar(list(own), means, spreads, fmt="o", color=color, capsize=3, label=name)
+        name_ticks(axis, "x", [row["variant"] for row in shown], most=len(shown))
+        label(axis, "", study.vary.rpartition(".")[2] if study.values else "variant", what, legend=axis is axes.flat[0])
+        axis.grid(axis="y", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
