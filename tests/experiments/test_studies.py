@@ -12,7 +12,7 @@ from monkeyjump import methods
 from monkeyjump.analysis import changed_models, inspect
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
-from monkeyjump.experiments import ablate
+from monkeyjump.experiments import ablate, compare
 from monkeyjump.experiments.study import PLAIN, Study, grid_of, load_study, names, variants_of
 from monkeyjump.training.recipe import load_recipe
 from tests.experiments.test_compare import FakeRuns, fakes
@@ -117,6 +117,33 @@ def test_pictures_keep_the_order_of_the_study(tmp_path: Path, monkeypatch: pytes
     assert written == [["0.1", "0.5", "1.0", "1.5", "2.0"]] * 2
     ablate.plot_study(study, [{**row, "nlls": []} for row in rows], tmp_path / "alone.png")
     assert len(written) == 3
+
+
+def test_all_studies_are_one_grid(
+    fakes: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that several studies need is made once, small studies come first, and one that fails stops no other."""
+
+    def figures(study: Study, *_: Any) -> list[Path]:
+        if "permuted" in study.title:
+            raise ConfigError("no figure of it.")
+        return []
+
+    monkeypatch.setattr(ablate, "draw_figures", figures)
+    monkeypatch.setattr(compare, "look_at", lambda *_: [])
+    words = ["ablate", "all", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path / "out")]
+    assert main([*words, "--dry-run"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "studies that did not end" in said.err
+    assert "permutation: invalid configuration: no figure of it." in said.err
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == set(names())
+    grids = [grid_of(load_study(name), load_recipe("text14-study"), [0], [4e-3], False) for name in names()]
+    wanted = {folder for grid in grids for folder in grid.folders.values()}
+    assert len(fakes.asked) == len(wanted) == len({path.parent for path in (tmp_path / "out").rglob("record.json")})
+    assert len(listed) < len(wanted) + 5
+    assert said.out.index("Tokens that centres follow") < said.out.index("The projections that are routed")
 
 
 def test_a_real_study(tmp_path: Path) -> None:

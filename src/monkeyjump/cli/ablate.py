@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from monkeyjump.cli.grids import add_grid, checked_rates, made, stopped, where
+from monkeyjump.errors import ConfigError
+
+if TYPE_CHECKING:
+    from monkeyjump.experiments.comparison import Comparison
+    from monkeyjump.experiments.study import Study
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from monkeyjump.experiments.study import grid_of, load_study, names, variants_of
+    from monkeyjump.experiments.study import grid_of, joined, load_study, names, variants_of
     from monkeyjump.first_imports import uncollected
     from monkeyjump.tables import Table
     from monkeyjump.training.recipe import load_recipe
@@ -26,26 +31,39 @@ def run(options: argparse.Namespace) -> int:
         rows = [[name, str(len(variants_of(found))), found.title] for name in names() if (found := load_study(name))]
         Table("Studies", ["name", "variants", "question"], rows).show()
         return 0
-    chosen = names() if options.study == "all" else [options.study]
-    studies = {Path(name).stem: load_study(name) for name in chosen}
+    studies = {Path(name).stem: load_study(name) for name in (names() if options.study == "all" else [options.study])}
+    # the small ones first: they are there when a person, or a job's time, ends the rest
+    studies = dict(sorted(studies.items(), key=lambda item: len(variants_of(item[1]))))
     recipe = load_recipe(options.recipe, options.overrides)
     lrs = checked_rates(options, recipe)
     where(options)  # for its mistakes, before torch is imported
-    grids = {name: grid_of(s, recipe, range(options.seeds), lrs, options.widen) for name, s in studies.items()}
     with uncollected():
-        from monkeyjump.experiments.ablate import draw_figures, save_study, study_rows, study_table, verdicts
-
-    output = Path(options.output or f"runs/study-{recipe.name}")
-    for name, grid in grids.items():
+        grids = {name: grid_of(s, recipe, range(options.seeds), lrs, options.widen) for name, s in studies.items()}
+    output, failed = Path(options.output or f"runs/study-{recipe.name}"), list[str]()
+    everything = {"all": joined(grids.values())} if len(grids) > 1 else {}
+    for name, grid in (everything | grids).items():
         try:
-            if not made(options, grid, output):
-                continue
+            if made(options, grid, output) and name in studies:
+                _show(name, studies[name], grid, output)
+            if options.dry_run:
+                break
         except KeyboardInterrupt:
             return stopped(output)
-        study_table(studies[name], grid).show()
-        for words, verdict in verdicts(studies[name], study_rows(grid)):
-            print(f"the paper's {words} points: {verdict}")
-        saved = [*save_study(name, studies[name], grid, output), *draw_figures(studies[name], grid, output)]
-        for path in saved:
-            print(f"saved       {path}")
+        except ConfigError as error:
+            if not everything:
+                raise
+            failed.append(f"{name}: {error}")
+    if failed:
+        raise ConfigError([*failed, "All other studies are there."], title="studies that did not end")
     return 0
+
+
+def _show(name: str, study: Study, grid: Comparison, output: Path) -> None:
+    """The table, what became of the claim, and where the files are."""
+    from monkeyjump.experiments.ablate import draw_figures, save_study, study_rows, study_table, verdicts
+
+    study_table(study, grid).show()
+    for words, verdict in verdicts(study, study_rows(grid)):
+        print(f"the paper's {words} points: {verdict}")
+    for path in [*save_study(name, study, grid, output), *draw_figures(study, grid, output)]:
+        print(f"saved       {path}")

@@ -84,15 +84,34 @@ def grid_of(study: Study, recipe: Recipe, seeds: Iterable[int], lrs: Iterable[fl
     """The runs of a study, not made yet."""
     from monkeyjump.experiments.comparison import Comparison  # it brings torch, which no mistake in a file waits for
 
-    variants = variants_of(study)
+    variants, base = variants_of(study), recipe
     recipe = overridden(recipe, [f"method={study.method}", *study.settings])
     recipes = {label: _plain(overridden(recipe, settings)) for label, settings in variants.items()}
-    folders, gates = {label: _folder(found, recipe) for label, found in recipes.items()}, {}
+    folders, gates = {label: _folder(found, base) for label, found in recipes.items()}, {}
     if study.control:
         reference = next(iter(recipes))
         recipes[PLAIN] = recipes[reference].model_copy(update={"method": f"{study.method}_uniform"})
         gates[PLAIN], folders[PLAIN] = reference, f"{folders[reference]}+constant-gate"
     return Comparison(recipe, recipes, list(seeds), {label: list(lrs) for label in recipes}, gates, folders, widen)
+
+
+def joined(grids: Iterable[Comparison]) -> Comparison:
+    """The runs of several grids as one grid: what several of them need is made once, and processes serve all of them.
+
+    A run that has the folder of another, and a recipe of its own, is left to its grid.
+    """
+    from monkeyjump.experiments.comparison import Comparison
+
+    recipes: dict[str, Recipe] = {}
+    lrs: dict[str, list[float]] = {}
+    gates: dict[str, str] = {}
+    for grid in grids:
+        for label, recipe in grid.recipes.items():
+            if recipes.setdefault(grid.folders[label], recipe) == recipe:
+                lrs[grid.folders[label]] = list(grid.lrs[label])
+                if label in grid.gates:
+                    gates[grid.folders[label]] = grid.folders[grid.gates[label]]
+    return Comparison(grid.recipe, recipes, grid.seeds, lrs, gates, {name: name for name in recipes}, grid.widen)
 
 
 def _plain(recipe: Recipe) -> Recipe:
@@ -108,7 +127,7 @@ def _plain(recipe: Recipe) -> Recipe:
 
 
 def _folder(recipe: Recipe, base: Recipe) -> str:
-    """The method and what differs from the recipe of all: runs that several studies need lie in one place."""
+    """The method and what differs from the recipe of all studies: runs that several of them need lie in one place."""
     common, own = _flat(base.to_dict()), _flat(recipe.to_dict())
     differs = [f"{key.rpartition('.')[2]}={value}" for key, value in own.items() if common.get(key) != value]
     name = re.sub(r"[^\w.+=-]+", "-", "+".join([recipe.method, *(word for word in differs if word[:7] != "method=")]))
