@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
+import numpy as np
 import pytest
 
 from monkeyjump.cli.main import main
@@ -39,8 +40,20 @@ def test_rules_that_agree_and_rules_that_do_not(tiny: Path, tmp_path: Path) -> N
 def test_every_draw_reads_other_rows(tiny: Path, tmp_path: Path) -> None:
     found = of(Setting(0, 2, 1, "given"), tiny, tmp_path, rows=100, draws=3)
     assert len(set(found.draws)) == 3
-    assert found.standard_error == pytest.approx(stdev(found.draws) / 3**0.5)
-    assert found.agreement == pytest.approx(fmean(found.draws), abs=0.1)
+    assert found.within == pytest.approx(fmean(within for within, _ in found.draws))
+    assert found.between == pytest.approx(fmean(between for _, between in found.draws))
+
+
+def test_the_error_is_that_of_a_ratio() -> None:
+    """Resamples of the draws say how far a ratio of means goes; a draw alone may divide by nearly nothing."""
+    rng = np.random.default_rng(0)
+    draws = [(float(w), float(b)) for w, b in rng.normal([0.3, 0.15], 0.08, (40, 2))]
+    cosines = [[fmean(w for w, _ in draws), fmean(b for _, b in draws)]] * 2
+    cosines = [cosines[0], cosines[0][::-1]]
+    found = Forecast(["a", "b"], cosines, 0.0, 0.0, draws)
+    again = np.array(draws)[rng.integers(0, 40, (4000, 40))].mean(1)
+    assert found.standard_error == pytest.approx((again[:, 1] / again[:, 0]).std(), rel=0.1)
+    assert Forecast(["a", "b"], cosines, 0.0, 0.0, draws[:1]).standard_error is None
 
 
 def test_every_answer_stays_and_goes_to_another_row() -> None:

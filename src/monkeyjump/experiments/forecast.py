@@ -8,7 +8,6 @@ halves: the agreement of its own halves is the most that noise leaves of the agr
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -45,7 +44,7 @@ class Forecast:
     cosines: Cosines
     bits: float  # of task information in the choice of an expert, the mean over blocks; see `analysis.usage`
     most_bits: float  # of the block that says most
-    draws: list[float] = field(default_factory=list)  # the agreement of every draw by itself
+    draws: list[tuple[float, float]] = field(default_factory=list)  # `within` and `between` of every draw by itself
 
     @property
     def within(self) -> float:
@@ -63,9 +62,11 @@ class Forecast:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the agreement; None for one draw, or where a task does not agree with itself in some draw."""
-        known = len(self.draws) > 1 and all(map(math.isfinite, self.draws))
-        return stdev(self.draws) / len(self.draws) ** 0.5 if known else None
+        """Of the agreement, as of a ratio of two means over draws; None for one draw."""
+        if len(self.draws) < 2 or self.within <= 0:
+            return None
+        apart = [between - self.agreement * within for within, between in self.draws]
+        return stdev(apart) / len(apart) ** 0.5 / self.within
 
     def table(self) -> Table:
         count, rows = range(len(self.tasks)), []
@@ -105,8 +106,9 @@ def forecast(recipe: Recipe, rows: int = 64, draws: int = 1, shared: Shared | No
         found.append(both[:, 0] @ both[:, 1].T)
     shared.give_back(plain, tokenizer)
     bits, named = _bits(recipe, tasks, shared), [task.name for task in tasks]
-    each = [Forecast(named, cosines.tolist(), 0.0, 0.0).agreement for cosines in found]
-    return Forecast(named, torch.stack(found).mean(0).tolist(), fmean(bits), max(bits), each)
+    each = [Forecast(named, cosines.tolist(), 0.0, 0.0) for cosines in found]
+    pairs = [(one.within, one.between) for one in each]
+    return Forecast(named, torch.stack(found).mean(0).tolist(), fmean(bits), max(bits), pairs)
 
 
 def passed_around(examples: Sequence[Example]) -> list[Example]:
