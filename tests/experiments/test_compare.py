@@ -332,3 +332,24 @@ def test_a_task_without_a_score_has_no_row(tmp_path: Path) -> None:
     assert [table.title for table in comparison_tables(comparison)]
     assert [row["by_task"] for row in study_rows(comparison)] == [{"a": 0.5}]
     assert all(path.is_file() for path in save_comparison(comparison, tmp_path))
+
+
+def test_a_run_that_fails_stops_no_other(
+    fakes: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs after it are made, its error is the last word, and the same command then makes only what is missing."""
+
+    def fails(recipe: Recipe, **options: Any) -> Any:
+        if (recipe.method, recipe.seed) == ("lora", 0):
+            raise ValueError("out of luck")
+        return fakes.run(recipe, **options)
+
+    grid = (Recipe(tasks=["opinion"]), ["lora", "lora_fa"], [0, 1], [1e-3], tmp_path)
+    monkeypatch.setattr(module, "run", fails)
+    with pytest.raises(ConfigError, match=r"lora, rate 0.001, seed 0: ValueError: out of luck(.|\n)*are kept"):
+        compare(*grid)
+    assert "Traceback" in capsys.readouterr().err
+    assert [(method, seed) for method, _, seed, _ in fakes.asked] == [("lora", 1), ("lora_fa", 0), ("lora_fa", 1)]
+    monkeypatch.setattr(module, "run", fakes.run)
+    assert len(compare(*grid).final) == 4
+    assert len(fakes.asked) == 4

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -77,9 +78,30 @@ def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1, on: str 
         from monkeyjump.experiments.jobs import run_jobs
 
         run_jobs(comparison, output, jobs)
-    while missing := comparison.wanted():
-        run_here(comparison, output, missing[0])
+    _run_rest(comparison, output)
     return comparison
+
+
+def _run_rest(comparison: Comparison, output: Path) -> None:
+    """Make what is missing, one run after another in this process; one that fails is named when the others are made."""
+    from monkeyjump.experiments.jobs import Schedule
+
+    schedule = Schedule(comparison, output)
+    while missing := [wanted for wanted in comparison.wanted() if wanted not in schedule.failed]:
+        wanted, began = missing[0], time.perf_counter()
+        try:
+            run_here(comparison, output, wanted)
+        except Exception as error:  # whatever it is, the next run may do without it
+            if not isinstance(error, ConfigError):
+                traceback.print_exc()
+            comparison.shared = Shared()
+            seconds = time.perf_counter() - began
+            schedule.fail(wanted, in_a_line(error), cell_recipe(comparison, output, wanted), seconds)
+    schedule.check()
+
+
+def in_a_line(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
 def with_controls(methods: Sequence[str]) -> list[str]:

@@ -28,8 +28,8 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
 
         import torch
 
-        from monkeyjump.errors import ConfigError, NoMemoryError
-        from monkeyjump.experiments.compare import make_cell
+        from monkeyjump.errors import NoMemoryError
+        from monkeyjump.experiments.compare import in_a_line, make_cell
         from monkeyjump.training.shared import Shared
 
         if not torch.cuda.is_available():
@@ -42,8 +42,7 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
             except Exception as error:  # whatever it is, the next run may do without it
                 traceback.print_exc()
                 shared, problem = Shared(), error
-            name = "" if isinstance(problem, ConfigError) else f"{type(problem).__name__}: "
-            said = None if problem is None else f"{name}{problem}"
+            said = None if problem is None else in_a_line(problem)
             if problem is None and not gc.get_freeze_count():
                 gc.freeze()  # modules, base model and compiled code stay, and every run ends with two collections
             connection.send((said, isinstance(problem, torch.OutOfMemoryError | NoMemoryError)))
