@@ -163,6 +163,15 @@ def test_gradient_checkpointing_of_compiled_blocks_equals_eager() -> None:
     assert len(backend.graphs) == 2
 
 
+def test_checkpointed_blocks_that_do_not_route_are_compiled_too() -> None:
+    model = small(1, layers_to_route=[])
+    base: Any = model.get_base_model()
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = Counted("aot_eager")
+    compare(model, "blocks", [8, 8, 8], backend)
+    assert backend.graphs
+
+
 # --- never silently uncompiled --------------------------------------------------------------------------------------
 
 

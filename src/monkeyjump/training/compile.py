@@ -147,7 +147,8 @@ class _TrainingCall:
     asked: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.what == "blocks" and args and not args[0].requires_grad and torch.is_grad_enabled():
+        trains = self.module.training and torch.is_grad_enabled()
+        if trains and self.what == "blocks" and args and not args[0].requires_grad:
             # the first block as the others, so that one graph serves all
             args = args[0].detach().requires_grad_(), *args[1:]
         if recomputes_forward(self.module):  # what is compiled lies inside of what is checkpointed

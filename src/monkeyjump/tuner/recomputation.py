@@ -33,13 +33,13 @@ CHECKPOINTS_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 class CarriesCall:
     """A checkpoint function that runs its block inside the same call both times, in the forward and in the backward."""
 
-    def __init__(self, checkpoint: Callable[..., Any], routers: Sequence[BlockRouter] = ()) -> None:
+    def __init__(self, checkpoint: Callable[..., Any], routers: Sequence[BlockRouter] | None = None) -> None:
         self.checkpoint = checkpoint
-        self.routers = routers  # of a block whose forward alone is checkpointed
+        self.routers = routers  # of a block whose forward alone is checkpointed; None: its call is
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         here = running()
-        if self.routers:
+        if self.routers is not None:
             function = functools.partial(_routed, self.routers, function)
         if here.call is not None:
             function = functools.partial(_in_its_call, here.call, here.blocks, function)
