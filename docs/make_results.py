@@ -1,8 +1,8 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, or `claims`, which has no name:
-every claim of the paper that a study tests, and what became of it.
+KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, or one that has no name: `claims`,
+every claim of the paper that a study tests, and `headlines`, what its summary says; both with what became of it.
 """
 
 from __future__ import annotations
@@ -166,9 +166,84 @@ def _claims(records: Path, name: str) -> Table:
     return Table("", ["study", "the paper", "here, points with 95 % interval", "verdict"], rows, left=4)
 
 
+SAME_ADAPTER = {
+    "mjlora": "moelora",
+    "mjlorafa": "moe_lora_fa",
+    "mjadalora": "moe_adalora",
+    "mjpropulsion": "moe_propulsion",
+}
+PLAIN = {"mjlora": "lora", "mjlorafa": "lora_fa", "mjadalora": "adalora", "mjpropulsion": "propulsion"}
+STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135m-h200"
+TEXT, IMAGES = "compare-text14-smollm2-135m-h200", "pictures-vlm-tiny-h200"
+
+
+def _headlines(records: Path, name: str) -> Table:
+    """What the paper's summary says of Monkey Jump, what the records say, and which."""
+    compared = _metrics(records, ALL_METHODS)
+    size = {method: cost["trainable"] for method, cost in compared["costs"].items()}
+    step = {row["variant"]: row for row in _metrics(records, STEP)["rows"] if row["mode"] == "graph"}
+    times = [size[mixture] / size[routed] for routed, mixture in SAME_ADAPTER.items()]
+    most = step["moelora"]["trainable"] / step["mjpropulsion"]["trainable"]
+    slower = [step["moelora"]["median_ms"] / step[routed]["median_ms"] for routed in SAME_ADAPTER]
+    saved = [1 - step[routed]["peak_bytes"] / step["moelora"]["peak_bytes"] for routed in SAME_ADAPTER]
+    equal = all(size[routed] == size[plain] for routed, plain in PLAIN.items())
+    means = {method: 100 * fmean(values) for method, values in compared["results"]["mean"].items()}
+    mixtures = [means[method] for method in compared["methods"] if size[method] > size["lora"] + 1_000]
+    text = _metrics(records, TEXT)["results"]["mean"]
+    runs = json.loads((records / f"{IMAGES}.json").read_text(encoding="utf-8"))["runs"]
+    images = {variant: [run["mean"] for run in runs[variant]] for variant in ("lora", "mjlora")}
+    enough = sum(ratio >= 7 for ratio in times)
+    rows = [
+        [
+            "as many trainable parameters as the base adapter",
+            f"{'the same' if equal else 'others'} for all four adapters",
+            ALL_METHODS,
+            "holds" if equal else "does not hold",
+        ],
+        [
+            "7 to 29 times fewer of them than mixtures",
+            f"{most:.1f} (MJ-Propulsion and MoELoRA); {_range(times, '.1f')} where both have the same kind of adapter",
+            f"{STEP}, {ALL_METHODS}",
+            f"holds across kinds; of one kind in {enough} of {len(times)}",
+        ],
+        [
+            "up to 48 % less peak memory than mixtures",
+            f"{_range([100 * share for share in saved], 'z.1f')} % less than MoELoRA",
+            STEP,
+            "holds" if max(saved) >= 0.48 else "does not hold",
+        ],
+        [
+            "1.5 to 2 times faster training than mixtures",
+            f"a captured step of MoELoRA takes {_range(slower, '.2f')} times as long",
+            STEP,
+            "holds" if min(slower) >= 1.5 else "holds in part" if max(slower) >= 1.5 else "does not hold",
+        ],
+        ["10 to 25 % more throughput at inference than mixtures", "", "", "not measured"],
+        ["MJ-LoRA beats LoRA on text, by 0.3 to 0.5 points", *_beats(text, TEXT)],
+        ["MJ-LoRA beats LoRA on images, by 1.2 points", *_beats(images, IMAGES)],
+        [
+            "as good as mixtures",
+            f"MJ-LoRA {means['mjlora']:.1f}, mixtures {_range(mixtures, '.1f')}, one seed",
+            ALL_METHODS,
+            "undecided",
+        ],
+    ]
+    return Table("", ["the paper", "here", "record", "verdict"], rows, left=4)
+
+
+def _range(values: list[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def _beats(means: dict[str, list[float]], record: str) -> list[str]:
+    study = Study(title="", variants={"mjlora": [], "lora": []}, expect=["mjlora > lora"])
+    ((words, verdict),) = verdicts(study, [{"variant": name, "values": values} for name, values in means.items()])
+    return [f"{words.partition(': ')[2]} points", record, verdict]
+
+
 TABLES = {
     "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "pictures": _pictures, "serving": _serving,
-    "claims": _claims,
+    "claims": _claims, "headlines": _headlines,
 }  # fmt: skip
 
 

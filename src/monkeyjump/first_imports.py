@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,3 +27,11 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         atexit.register(gc.unfreeze)  # extensions complain of what is never freed
         gc.enable()
+
+
+def without_advice_to_others() -> None:
+    """Do not show a person what these packages say about each other."""
+    for name in ("torchao", "torch.utils._pytree"):  # on import: about builds of torchao
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+    # PEFT 0.21 asks Transformers from 5.23 on by a name that is going away
+    warnings.filterwarnings("ignore", r".is_gradient_checkpointing. is deprecated", FutureWarning)

@@ -30,16 +30,29 @@ def test_the_tables_of_the_pages_are_those_of_the_records() -> None:
 
 def test_another_record_is_another_page(tmp_path: Path) -> None:
     name = "compare-text14-smollm2-135m-h200.json"
-    for path in (*RECORDS.glob("compare-*.json"), *RECORDS.glob("pictures-*.json")):
-        shutil.copy(path, tmp_path)
+    shutil.copytree(RECORDS, tmp_path, dirs_exist_ok=True)
     record = json.loads((tmp_path / name).read_text())
     record["metrics"]["results"]["mean"]["lora"][0] += 0.03
     (tmp_path / name).write_text(json.dumps(record))
     before = PAGE.read_text(encoding="utf-8").splitlines()
     after = rendered(PAGE.read_text(encoding="utf-8"), tmp_path).splitlines()
     changed = [line for line in after if line not in before]
-    assert len(changed) == 3  # LoRA, and what is compared with it
-    assert changed[0].startswith("| lora | 0.008 | 357,120 | 48.1 ± ")
+    assert len(changed) == 4  # the paper's claim, LoRA, and what is compared with it
+    assert changed[0].startswith("| MJ-LoRA beats LoRA on text, by 0.3 to 0.5 points | -1.8 ")
+    assert changed[1].startswith("| lora | 0.008 | 357,120 | 48.1 ± ")
+
+
+@pytest.mark.parametrize(("slower", "verdict"), [(1.0, "does not hold"), (1.35, "holds in part"), (1.7, "holds")])
+def test_a_slower_mixture_is_another_verdict(slower: float, verdict: str, tmp_path: Path) -> None:
+    shutil.copytree(RECORDS, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "bench-step-qwen2-0.5b-h200.json"
+    record = json.loads(path.read_text())
+    for row in record["metrics"]["rows"]:
+        row["median_ms"] *= slower if row["variant"] == "moelora" else 1
+    path.write_text(json.dumps(record))
+    table = rendered("<!-- table: headlines -->\n", tmp_path)
+    (row,) = [line for line in table.splitlines() if "faster training" in line]
+    assert row.endswith(f"| {verdict} |")
 
 
 def test_a_kind_of_table_that_does_not_exist_is_named() -> None:

@@ -200,6 +200,9 @@ def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFi
     assert "finished    3/4 " in said.out
     assert read_record(tmp_path / "two" / busy / "record.json").status == "failed"
     assert "another process trains in this folder" in (tmp_path / "two" / busy / "output.log").read_text()
+    logs = [path.read_text() for path in (tmp_path / "two").glob("cells/*/*/*/output.log")]
+    assert len(logs) == 4
+    assert not any("is deprecated" in log for log in logs)  # what others say to each other
     assert main(again) == 0
     assert "run 4 of 4: lora, rate 0.01, seed 1" in capsys.readouterr().out  # one run needs no process
     cells = sorted(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
-import logging
 import sys
 import warnings
 from collections.abc import Sequence
 
 from monkeyjump import __version__
 from monkeyjump.errors import ConfigError, MonkeyJumpWarning
+from monkeyjump.first_imports import without_advice_to_others
 
 VERBS = {
     "train": "train an adapter from a recipe",
@@ -64,10 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(list(sys.argv[1:] if argv is None else argv))
-    for name in ("torchao", "torch.utils._pytree"):  # what they say on import is about builds of torchao, not to users
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
-    # PEFT 0.21 asks Transformers from 5.23 on by a name that is going away
-    warnings.filterwarnings("ignore", r".is_gradient_checkpointing. is deprecated", FutureWarning)
+    without_advice_to_others()
     warnings.formatwarning = _format_warning
     try:
         return options.run(options)

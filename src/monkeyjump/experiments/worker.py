@@ -13,6 +13,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from monkeyjump.first_imports import without_advice_to_others
+
 LOG = "output.log"
 
 
@@ -22,6 +24,7 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C goes to the parent alone, which tells its workers
+    without_advice_to_others()
     with suppress(EOFError, OSError, KeyboardInterrupt):
         recipe, test = connection.recv()
         _print_to(recipe.folder / LOG)
