@@ -1,7 +1,7 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, or one that has no name: `claims`,
+KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, `rates`, or has no name: `claims`,
 every claim of the paper that a study tests, and `headlines`, what its summary says; both with what became of it.
 """
 
@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation.metrics import holm, paired_difference
+from monkeyjump.evaluation.metrics import Interval, holm, paired_difference, student_quantile
 from monkeyjump.experiments.ablate import verdicts
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import spread
@@ -166,6 +166,32 @@ def _claims(records: Path, name: str) -> Table:
     return Table("", ["study", "the paper", "here, points with 95 % interval", "verdict"], rows, left=4)
 
 
+def _rates(records: Path, name: str) -> Table:
+    """The grid that was made for its time: the runs of one rate, and the summary that was kept of another."""
+    record = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, list[float]] = {}
+    for cell in record["cells"]:
+        found.setdefault(cell["method"], []).append(cell["mean"])
+    rows = []
+    for method, values in found.items():
+        kept, against = record["rows_4e-3"][method], record["rows_4e-3"].get(f"difference of {method} to lora")
+        lower = "" if against is None else _interval(paired_difference(values, found["lora"]).interval)
+        higher = "" if against is None else _interval(_student(against, len(values)))
+        means = _percent(values), f"{kept['mean']:.1f} ± {kept['sd']:.1f}"
+        rows.append([method, means[0], lower, means[1], higher])
+    return Table("", ["method", "2e-3", "less lora", "4e-3", "less lora"], rows)
+
+
+def _student(against: dict[str, float], seeds: int) -> Interval:
+    """From a mean difference in points with its standard error, as shares."""
+    half = student_quantile(0.975, seeds - 1) * against["standard_error"]
+    return Interval((against["points"] - half) / 100, (against["points"] + half) / 100)
+
+
+def _interval(found: Interval) -> str:
+    return f"{50 * (found.low + found.high):+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+
+
 SAME_ADAPTER = {
     "mjlora": "moelora",
     "mjlorafa": "moe_lora_fa",
@@ -174,7 +200,7 @@ SAME_ADAPTER = {
 }
 PLAIN = {"mjlora": "lora", "mjlorafa": "lora_fa", "mjadalora": "adalora", "mjpropulsion": "propulsion"}
 STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135m-h200"
-TEXT, IMAGES = "compare-text14-smollm2-135m-h200", "pictures-vlm-tiny-h200"
+TEXT, IMAGES = "grid-text14-study-smollm2-135m-h200", "pictures-vlm-tiny-h200"
 
 
 def _headlines(records: Path, name: str) -> Table:
@@ -189,9 +215,11 @@ def _headlines(records: Path, name: str) -> Table:
     equal = all(size[routed] == size[plain] for routed, plain in PLAIN.items())
     means = {method: 100 * fmean(values) for method, values in compared["results"]["mean"].items()}
     mixtures = [means[method] for method in compared["methods"] if size[method] > size["lora"] + 1_000]
-    text = _metrics(records, TEXT)["results"]["mean"]
+    text = json.loads((records / f"{TEXT}.json").read_text(encoding="utf-8"))
+    on_text = _student(text["rows_4e-3"]["difference of mjlora to lora"], seeds=3)
     runs = json.loads((records / f"{IMAGES}.json").read_text(encoding="utf-8"))["runs"]
     images = {variant: [run["mean"] for run in runs[variant]] for variant in ("lora", "mjlora")}
+    on_images = paired_difference(images["mjlora"], images["lora"]).interval
     enough = sum(ratio >= 7 for ratio in times)
     rows = [
         [
@@ -219,8 +247,8 @@ def _headlines(records: Path, name: str) -> Table:
             "holds" if min(slower) >= 1.5 else "holds in part" if max(slower) >= 1.5 else "does not hold",
         ],
         ["10 to 25 % more throughput at inference than mixtures", "", "", "not measured"],
-        ["MJ-LoRA beats LoRA on text, by 0.3 to 0.5 points", *_beats(text, TEXT)],
-        ["MJ-LoRA beats LoRA on images, by 1.2 points", *_beats(images, IMAGES)],
+        ["MJ-LoRA beats LoRA on text, by 0.3 to 0.5 points", *_beats(on_text, TEXT)],
+        ["MJ-LoRA beats LoRA on images, by 1.2 points", *_beats(on_images, IMAGES)],
         [
             "as good as mixtures",
             f"MJ-LoRA {means['mjlora']:.1f}, mixtures {_range(mixtures, '.1f')}, one seed",
@@ -235,15 +263,14 @@ def _range(values: list[float], form: str) -> str:
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def _beats(means: dict[str, list[float]], record: str) -> list[str]:
-    study = Study(title="", variants={"mjlora": [], "lora": []}, expect=["mjlora > lora"])
-    ((words, verdict),) = verdicts(study, [{"variant": name, "values": values} for name, values in means.items()])
-    return [f"{words.partition(': ')[2]} points", record, verdict]
+def _beats(gain: Interval, record: str) -> list[str]:
+    verdict = "holds" if gain.low > 0 else "does not hold" if gain.high < 0 else "undecided"
+    return [f"{_interval(gain)} points", record, verdict]
 
 
 TABLES = {
     "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "pictures": _pictures, "serving": _serving,
-    "claims": _claims, "headlines": _headlines,
+    "rates": _rates, "claims": _claims, "headlines": _headlines,
 }  # fmt: skip
 
 
