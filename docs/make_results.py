@@ -100,7 +100,7 @@ def _study(records: Path, name: str) -> Table:
 
 
 def _map(records: Path, name: str) -> Table:
-    """The gains over the constant gate in points, a line for each place and a column for each method."""
+    """The accuracy of the constant gate, and gains over it in points: a line a place, a column a method."""
     metrics, rows = _metrics(records, name), []
     gains = [gain for gain in metrics["gains"] if gain["reference"] == "constant gate"]
     for place in metrics["places"]:
@@ -112,8 +112,9 @@ def _map(records: Path, name: str) -> Table:
             certain = here[method]["corrected"] is not None and here[method]["corrected"] < 0.01
             cells.append(f"{text} *" if certain else text)
         words = [place["cue"], f"{place['conflict']:g}", str(place["rules"]), str(place["rank"])]
-        rows.append([*words, *cells])
-    return Table("", ["cue", "conflict", "rules", "rank", *metrics["methods"]], rows)
+        own = {row["method"]: row["mean"] for row in metrics["rows"] if all(row[key] == place[key] for key in place)}
+        rows.append([*words, f"{100 * own['constant gate']:.1f}", *cells])
+    return Table("", ["cue", "conflict", "rules", "rank", "constant gate", *metrics["methods"]], rows)
 
 
 def _pictures(records: Path, name: str) -> Table:

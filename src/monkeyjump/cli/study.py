@@ -46,6 +46,11 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return stopped(output)
     map_table(found).show()
+    if unlearned := found.unlearned():
+        places = ", ".join(map(str, unlearned))
+        print(
+            f"Nothing tells the rules apart at {places}, so gains say nothing there: raise train.max_steps, or --lrs."
+        )
     for path in save_map(found, output):
         print(f"saved       {path}")
     return 0

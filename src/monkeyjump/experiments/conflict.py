@@ -20,7 +20,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import holm, paired_difference
 from monkeyjump.experiments.compare import run_grid
 from monkeyjump.experiments.comparison import Comparison
-from monkeyjump.experiments.conflict_tasks import Setting, write_tasks
+from monkeyjump.experiments.conflict_tasks import ANSWERS, Setting, write_tasks
 from monkeyjump.experiments.forecast import forecast
 from monkeyjump.experiments.tables import spread, stem_of
 from monkeyjump.models import resolve
@@ -48,6 +48,9 @@ CONSTANT, LORA = "constant gate", "lora"
 REFERENCES = {CONSTANT: ("method=mjlora_uniform", f"adapter.uniform_gate={GATE}"), LORA: ("method=lora",)}
 FORECAST_ROWS = 128  # of each rule
 CERTAIN = 0.01  # the corrected p-value below which a gain is marked
+LEARNED = (
+    0.1  # above what is reached without knowing the rules, or without knowing anything where they are all the same
+)
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,17 @@ class Map:
             found += [replace(gain, corrected=p) for gain, p in zip(raw, corrected, strict=True)]
         return found
 
+    def unlearned(self) -> list[Setting]:
+        """Where nothing that was trained tells the rules apart: a gain of 0 says nothing there."""
+        best = {s: max(self.accuracy(s, name) for name in _names(self.methods)) for s in self.settings}
+        return [s for s, top in best.items() if top < (s.blind if s.disputed else 1 / len(ANSWERS)) + LEARNED]
+
     def _measured(self, setting: Setting, method: str, measure: str) -> list[float]:
         values = self.grid.measured(_label(method, setting), measure)
         return [float("nan") if value is None else value for value in values]
+
+    def accuracy(self, setting: Setting, method: str) -> float:
+        return fmean(self._measured(setting, method, "mean"))
 
     def rows(self) -> list[dict[str, Any]]:
         """What every run of a place measured, over seeds."""
@@ -137,8 +148,8 @@ def run_map(
     folders = {name: name.replace(" ", "-").replace("@", "+") for name in recipes}
     if len(set(lrs)) > 1:
         for rank in {setting.rank for setting in settings}:
-            middle = _middle([setting for setting in settings if setting.rank == rank])
-            there = {_label(method, middle): method for method in _names(methods)}
+            place = _easiest([setting for setting in settings if setting.rank == rank])
+            there = {_label(method, place): method for method in _names(methods)}
             search = Comparison(
                 base, {name: recipes[name] for name in there}, [seeds[0]], {name: list(lrs) for name in there},
                 folders={name: folders[name] for name in there}, widen=widen,
@@ -158,10 +169,13 @@ def run_map(
     return Map(list(settings), methods, base, grid, forecasts)
 
 
-def _middle(settings: list[Setting]) -> Setting:
-    """Where rates are searched: at the highest conflict, and the middle of the numbers of rules."""
+def _easiest(settings: list[Setting]) -> Setting:
+    """Where rates are searched: of the places of the highest conflict the one with the fewest rules.
+
+    More rules are learned later or not at all, and where nothing is learned all rates are alike.
+    """
     most = [setting for setting in settings if setting.conflict == max(s.conflict for s in settings)]
-    return sorted(most, key=lambda setting: setting.rules)[len(most) // 2]
+    return min(most, key=lambda setting: setting.rules)
 
 
 def _label(method: str, setting: Setting) -> str:
@@ -212,10 +226,11 @@ def map_table(found: Map) -> Table:
         before = [
             f"{found.forecasts[setting.data][name]:{form}}" for name, form in (("agreement", "+.2f"), ("bits", ".3f"))
         ]
-        rows.append([str(setting), best.method, *(_shown(gain) for gain in (best, other)), *before])
-    title = f"Best of {len(found.methods)} methods, points ± s.e. over {len(found.grid.seeds)} seeds"
-    columns = ["cue-rules-conflict-rank", "best", "over constant", "over LoRA", "agreement", "bits"]
-    return Table(f"{title}; bold: corrected p < {CERTAIN:g}", columns, rows)
+        reached = f"{100 * found.accuracy(setting, CONSTANT):.1f}"
+        rows.append([str(setting), reached, best.method, *(_shown(gain) for gain in (best, other)), *before])
+    title = f"Accuracy of the constant gate, and the best of {len(found.methods)} methods, points ± s.e. over"
+    columns = ["place", "constant", "best", "over it", "over LoRA", "agreement", "bits"]
+    return Table(f"{title} {len(found.grid.seeds)} seeds; bold: corrected p < {CERTAIN:g}", columns, rows)
 
 
 def _shown(gain: Gain) -> str:
@@ -252,7 +267,10 @@ def save_map(found: Map, output: Path) -> list[Path]:
 
 
 def plot_map(found: Map, path: Path) -> Path:
-    """A column for each method, a row for each rank and cue: gains over the constant gate, by conflict and rules."""
+    """A column for each method, a row for each rank and cue: gains over the constant gate, by conflict and rules.
+
+    Below a gain stands the accuracy of the method: where it is that of guessing, or all there is, no gain can be.
+    """
     gains = [gain for gain in found.gains() if gain.reference == CONSTANT]
     lines = sorted({(setting.cue, setting.rank) for setting in found.settings})
     figure = new_figure(1.4 + 1.5 * len(found.methods), 0.8 + 1.5 * len(lines))
@@ -270,7 +288,10 @@ def plot_map(found: Map, path: Path) -> Path:
             for (y, x), gain in ((place, g) for place, g in _places(values) if g is not None):
                 dark = abs(100 * gain.points["mean"]) > 0.6 * most
                 words = f"{100 * gain.points['mean']:+.1f}{'*' if gain.certain else ''}"
-                axis.text(x, y, words, ha="center", va="center", fontsize=7, color="white" if dark else "black")
+                reached = f"{100 * found.accuracy(gain.setting, method):.0f} %"
+                style = {"ha": "center", "color": "white" if dark else "black"}
+                axis.text(x, y, words, va="bottom", fontsize=7, **style)
+                axis.text(x, y + 0.08, reached, va="top", fontsize=5.5, **style)
             side = f"rank {rank}, {cue}\nconflict" if column == 0 else ""
             label(axis, method if row == 0 else "", "rules" if row == len(lines) - 1 else "", side)
     color_bar(figure, axes, image, f"points over the constant gate\n(* corrected p < {CERTAIN:g})")

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from monkeyjump.errors import ConfigError
@@ -92,6 +94,12 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.data}-r{self.rank}"
+
+    @property
+    def blind(self) -> float:
+        """The share of right answers, at best, of whoever knows the kinds and not the rules."""
+        by_kind = (Counter(self.answer(rule, kind) for rule in range(self.rules)) for kind in range(len(KINDS)))
+        return fmean(max(counts.values()) / self.rules for counts in by_kind)
 
     def answer(self, rule: int, kind: int) -> str:
         return ANSWERS[(kind + rule) % self.disputed if kind < self.disputed else kind]
