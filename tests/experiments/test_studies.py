@@ -104,6 +104,11 @@ def test_a_study_ends_in_a_table_a_record_and_a_picture(
     assert main([*words, "--seeds", "3"]) == 0  # another table, beside the first
     assert len(json.loads((tmp_path / "out" / "ranks-2.json").read_text())["metrics"]["seeds"]) == 3
     assert json.loads((tmp_path / "out" / "ranks.json").read_text())["metrics"] == record["metrics"]
+    capsys.readouterr()
+    assert main([*words, "--seeds", "1"]) == 0
+    alone = capsys.readouterr().out
+    table = alone[alone.index("Ranks (1 seed; differences to 2)") :]
+    assert "±" not in table  # nothing is known of the spread of one seed
 
 
 def test_pictures_keep_the_order_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

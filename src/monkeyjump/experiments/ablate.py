@@ -13,7 +13,7 @@ from monkeyjump.evaluation.metrics import paired_difference
 from monkeyjump.experiments.compare import cell_recipe
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.study import PLAIN, Study, expected, variants_of
-from monkeyjump.experiments.tables import costs, spread, stem_of
+from monkeyjump.experiments.tables import costs, in_seeds, percent, spread, stem_of
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
 from monkeyjump.tasks import expand
@@ -48,11 +48,13 @@ def study_rows(comparison: Comparison) -> list[dict[str, Any]]:
 def study_table(study: Study, comparison: Comparison) -> Table:
     rows = []
     for row in study_rows(comparison):
-        mean, nll = f"{100 * row['mean']:.1f} ±{100 * row['sd']:.1f}", "" if row["nll"] is None else f"{row['nll']:.3f}"
-        against = [_signed(row["difference"], 100), _signed(row["nll_difference"], 1000)]
-        rows.append([row["variant"], f"{row['lr']:g}", mean, against[0], nll, against[1], str(row["diverged"] or "")])
-    title = f"{study.title} ({len(comparison.seeds)} seeds; differences to {comparison.methods[0]}, ± s.e.)"
-    return Table(title, ["variant", "lr", "mean", "diff", "NLL", "x 1000", "failed"], rows)
+        nll = "" if row["nll"] is None else f"{row['nll']:.3f}"
+        points, nats = _signed(row["difference"], 100), _signed(row["nll_difference"], 1000)
+        failed = str(row["diverged"] or "")
+        rows.append([row["variant"], f"{row['lr']:g}", percent(row["values"]), points, nll, nats, failed])
+    title = f"{study.title} ({in_seeds(len(comparison.seeds))}; differences to {comparison.methods[0]}"
+    error = ", ± s.e." if len(comparison.seeds) > 1 else ""
+    return Table(f"{title}{error})", ["variant", "lr", "mean", "diff", "NLL", "x 1000", "failed"], rows)
 
 
 SIDE_BY_SIDE = 12  # variants up to which both panels of a picture stand beside each other
@@ -125,14 +127,16 @@ def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:
     if all(row["nlls"] for row in rows):
         panels.append(("nlls", 1.0, "NLL of the right option"))
     beside, width = len(shown) <= SIDE_BY_SIDE, min(20.0, max(4.5, 0.42 * len(shown) + 2.2))
-    figure = new_figure(width * (len(panels) if beside else 1), 3.6 * (1 if beside else len(panels)), study.title)
+    seeds = len(rows[0]["values"])
+    size = (width * (len(panels) if beside else 1), 3.6 * (1 if beside else len(panels)))
+    figure = new_figure(*size, f"{study.title} ({in_seeds(seeds)})")
     axes = figure.subplots(*((1, len(panels)) if beside else (len(panels), 1)), squeeze=False)
     for axis, (measure, scale, what) in zip(axes.flat, panels, strict=True):
         if control is not None:
             middle, half = scale * fmean(control[measure]), scale * spread(control[measure])
             axis.axhspan(middle - half, middle + half, color=GREY, alpha=0.2, linewidth=0)
             axis.axhline(middle, color=GREY, linewidth=1, linestyle="--", label=PLAIN)
-        for color, name in ((COLORS[0], "mean, sd over seeds"), (COLORS[1], "reference")):
+        for color, name in ((COLORS[0], "mean, sd over seeds" if seeds > 1 else "variant"), (COLORS[1], "reference")):
             own = {
                 n: row[measure] for n, row in enumerate(shown) if (row["variant"] == reference) == (name == "reference")
             }

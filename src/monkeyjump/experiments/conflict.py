@@ -22,7 +22,7 @@ from monkeyjump.experiments.compare import run_grid
 from monkeyjump.experiments.comparison import Comparison
 from monkeyjump.experiments.conflict_tasks import ANSWERS, Setting, write_tasks
 from monkeyjump.experiments.forecast import forecast
-from monkeyjump.experiments.tables import spread, stem_of
+from monkeyjump.experiments.tables import in_seeds, spread, stem_of
 from monkeyjump.models import resolve
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.registry import did_you_mean
@@ -228,9 +228,9 @@ def map_table(found: Map) -> Table:
         ]
         reached = f"{100 * found.accuracy(setting, CONSTANT):.1f}"
         rows.append([str(setting), reached, best.method, *(_shown(gain) for gain in (best, other)), *before])
-    title = f"Accuracy of the constant gate, and the best of {len(found.methods)} methods, points ± s.e. over"
-    columns = ["place", "constant", "best", "over it", "over LoRA", "agreement", "bits"]
-    return Table(f"{title} {len(found.grid.seeds)} seeds; bold: corrected p < {CERTAIN:g}", columns, rows)
+    seeds = in_seeds(len(found.grid.seeds), f", ± s.e.; bold: corrected p < {CERTAIN:g}")
+    title = f"Accuracy of the constant gate, and what the best of {len(found.methods)} methods adds ({seeds})"
+    return Table(title, ["place", "constant", "best", "over it", "over LoRA", "agreement", "bits"], rows)
 
 
 def _shown(gain: Gain) -> str:

@@ -20,6 +20,16 @@ def spread(values: list[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
+def percent(values: list[float]) -> str:
+    """The mean of shares in per cent; with the spread over seeds, where there are several."""
+    return f"{100 * fmean(values):.1f}" + (f" ±{100 * spread(values):.1f}" if len(values) > 1 else "")
+
+
+def in_seeds(count: int, several: str = "") -> str:
+    """How many seeds there are; where there are several, with what that allows to say."""
+    return f"{count} seeds{several}" if count > 1 else "1 seed"
+
+
 def comparison_rows(comparison: Comparison) -> list[tuple[str, dict[str, list[float]]]]:
     """(label, values by method over seeds): every task under its family, family means, and the mean of all tasks."""
     rows: list[tuple[str, dict[str, list[float]]]] = []
@@ -50,11 +60,10 @@ def _metrics_table(comparison: Comparison, columns: list[str]) -> Table:
             if column in untrained:
                 cells.append(untrained[column].get(label, ""))
                 continue
-            mean = fmean(values[column])
-            text = f"{100 * mean:.1f} ±{100 * spread(values[column]):.1f}"
-            cells.append(Bold(text) if mean == best else text)
+            text = percent(values[column])
+            cells.append(Bold(text) if fmean(values[column]) == best else text)
         rows.append([label, *cells])
-    title = f"Test metric x 100, mean ± sd over {len(comparison.seeds)} seeds; best in bold"
+    title = f"Test metric x 100, {in_seeds(len(comparison.seeds), ' (mean ± sd)')}; best in bold"
     return Table(title, ["task", *columns], rows)
 
 
