@@ -84,6 +84,19 @@ def test_only_tokens_with_a_label_go_through_the_head() -> None:
     assert_same(*found, **TOLERANCE)
 
 
+def test_gradients_without_dropout_are_the_ordinary_ones_too() -> None:
+    """Where it is asked for in evaluation: dropout would change them."""
+    model, found = adapted(dropout=0.5).eval(), []
+    for fuses in (False, True):
+        with fused_loss(model, "torch", on_gpu=False, evaluation=True) if fuses else nullcontext():
+            output = model(**lm_batch(3, 9, seed=4))
+            output.loss.backward()
+        assert (output.logits is None) == fuses
+        found.append({"loss": output.loss.detach(), **gradients(model)})
+        model.zero_grad()
+    assert_same(*found, **TOLERANCE)
+
+
 def test_losses_of_routers_and_adapters_are_still_added() -> None:
     compare(adapted_mixlora(aux_loss_weight=0.7), num_items_in_batch=torch.tensor(23))
     model = adapted(adapter="adalora", orth_reg_weight=0.7)

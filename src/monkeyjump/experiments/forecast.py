@@ -28,6 +28,7 @@ from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.preflight import look_at
 from monkeyjump.training.data import encoding, training_data
 from monkeyjump.training.fast import FastSettings
+from monkeyjump.training.fused_loss import fused_loss
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.shared import Shared
 from monkeyjump.tuner.centers.calibrate import initialize_centers
@@ -96,14 +97,15 @@ def forecast(recipe: Recipe, rows: int = 64, draws: int = 1, shared: Shared | No
     plain = get_peft_model(base, methods.build("lora", "mj_paper", r=rank, dropout=0.0))
     examples = [load_examples(task, "train", recipe.data.folder, seed=recipe.seed) for task in tasks]
     found = []
-    for draw in range(draws):
-        halves = []
-        for there in examples:
-            drawn = random.Random(recipe.seed + draw).sample(there, min(rows, len(there)))
-            for half in (drawn[::2], drawn[1::2]):
-                halves.append(_gradient(plain, encoder, half) - _gradient(plain, encoder, passed_around(half)))
-        both = nn.functional.normalize(torch.stack(halves), dim=1).view(len(tasks), 2, -1)
-        found.append(both[:, 0] @ both[:, 1].T)
+    with fused_loss(plain, "auto", plain.device.type == "cuda", evaluation=True):
+        for draw in range(draws):
+            halves = []
+            for there in examples:
+                drawn = random.Random(recipe.seed + draw).sample(there, min(rows, len(there)))
+                for half in (drawn[::2], drawn[1::2]):
+                    halves.append(_gradient(plain, encoder, half) - _gradient(plain, encoder, passed_around(half)))
+            both = nn.functional.normalize(torch.stack(halves), dim=1).view(len(tasks), 2, -1)
+            found.append(both[:, 0] @ both[:, 1].T)
     shared.give_back(plain, tokenizer)
     bits, named = _bits(recipe, tasks, shared), [task.name for task in tasks]
     each = [Forecast(named, cosines.tolist(), 0.0, 0.0) for cosines in found]

@@ -50,8 +50,11 @@ def choose_kernel(setting: bool | str, on_gpu: bool) -> str:
 
 
 @contextmanager
-def fused_loss(model: Any, setting: bool | str, on_gpu: bool) -> Iterator[str]:
-    """Train inside with the loss that `setting` asks for; yields what it came to: "off", "torch" or "liger"."""
+def fused_loss(model: Any, setting: bool | str, on_gpu: bool, evaluation: bool = False) -> Iterator[str]:
+    """Train inside with the loss that `setting` asks for; yields what it came to: "off", "torch" or "liger".
+
+    With `evaluation` a model in evaluation mode has it, too, for whoever wants gradients without dropout.
+    """
     chosen = choose_kernel(setting, on_gpu)
     if chosen == "off":
         yield chosen
@@ -68,6 +71,7 @@ def fused_loss(model: Any, setting: bool | str, on_gpu: bool) -> Iterator[str]:
         yield "off"
         return
     with fused.installed():
+        fused.forced = evaluation
         yield chosen
 
 
@@ -115,7 +119,7 @@ class FusedLoss:
         self.base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.head: Any = self.base.get_output_embeddings()
         self.kernel = kernel
-        self._forced = False  # fuse in evaluation too: for `check`
+        self.forced = False  # fuse in evaluation, too
         self._active = False  # whether this forward is fused
         self._hidden: torch.Tensor | None = None  # what the head was given in this forward
         self._used = False
@@ -156,11 +160,11 @@ class FusedLoss:
             raise UnsupportedModelError("its loss is not that of a causal language model")
         expected = self._probe()
         with self.installed():
-            self._forced, self._used = True, False
+            self.forced, self._used = True, False
             try:
                 found = self._probe()
             finally:
-                self._forced = False
+                self.forced = False
         if not self._used:
             raise UnsupportedModelError("its forward does not go through lm_head and loss_function")
         if not torch.allclose(found, expected, rtol=2e-2, atol=2e-2):
@@ -178,7 +182,7 @@ class FusedLoss:
             return self.model(input_ids=ids, labels=ids.clone(), use_cache=False, **extras).loss.float()
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        trains = self._forced or (module.training and torch.is_grad_enabled())
+        trains = self.forced or (module.training and torch.is_grad_enabled())
         labels: torch.Tensor | None = kwargs.get("labels") if trains else None
         self._active = labels is not None
         shifted = kwargs.get("shift_labels") is not None
