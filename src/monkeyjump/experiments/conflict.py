@@ -148,8 +148,8 @@ def run_map(
     folders = {name: name.replace(" ", "-").replace("@", "+") for name in recipes}
     if len(set(lrs)) > 1:
         for rank in {setting.rank for setting in settings}:
-            place = _easiest([setting for setting in settings if setting.rank == rank])
-            there = {_label(method, place): method for method in _names(methods)}
+            easiest = _easiest([setting for setting in settings if setting.rank == rank])
+            there = {_label(method, easiest): method for method in _names(methods)}
             search = Comparison(
                 base, {name: recipes[name] for name in there}, [seeds[0]], {name: list(lrs) for name in there},
                 folders={name: folders[name] for name in there}, widen=widen,
