@@ -60,7 +60,7 @@ BAD: dict[str, tuple[list[Any], str, str]] = {
     "init_tokens": ([0], "an integer >= 1", "50000"),
     "layers_to_route": ([[-1], ["a"], 0.5, True], "block numbers >= 0", "count blocks from 0"),
     "layers_to_transform": ([[-2], -1, "", {}], "block numbers >= 0", "count blocks from 0"),
-    "task_experts": ([[], [-1], ["q"], 1], "one expert position >= 0 per task id", "e.g."),
+    "task_experts": ([[], [-1], ["q"], -1, "q"], "one expert position >= 0 per task id", "e.g."),
     "target_modules": ([3, True, [1], {"q_proj": 1}], "a list of names or a text", "all-linear"),
     "exclude_modules": ([0, ["a", None]], "a list of names or a text", "all-linear"),
     "shared_modules": ([1, {}, [None]], "a list of names", "write"),

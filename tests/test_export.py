@@ -64,6 +64,7 @@ def as_peft(folder: Path) -> PeftModel:
     [
         {"granularity": "task"},
         {"granularity": "task", "task_experts": [2, 0]},
+        {"granularity": "task", "task_experts": 2, "expert_unit": "rank"},
         {"granularity": "task", "expert_unit": "rank"},
         {"granularity": "task", "adapter": "adalora", "layers_to_route": [1]},
         {"placement": "nested", "shared_modules": None, "tasks": 3, "r": 4},

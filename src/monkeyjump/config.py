@@ -124,9 +124,10 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     jitter: float = weight("Deviation of noise on the logits, in training only.", 0.0, "0 switches the noise off")
     granularity: str = choice("Who decides", "token", "sequence", "task")
     sequence_token: str = choice("granularity='sequence': the state that decides", "prompt", "last", "mean", "max")
-    task_experts: list[int] | None = numbers(
-        "granularity='task': the routed projection (by position) of each task id; None: task i takes expert i mod E.",
-        None, 0, "a list of one expert position >= 0 per task id", "e.g. [0, 1, 2]", empty=False,
+    task_experts: list[int] | int | None = numbers(
+        "granularity='task': the expert (by position) of each task id; or a number of groups that experts are dealt "
+        "to in turn, where task i takes all of group i mod groups; None: task i takes expert i mod E.", None, 0,
+        "one expert position >= 0 per task id, or the number of groups", "e.g. [0, 1, 2], or 2", lone=True, empty=False,
     )  # fmt: skip
     route_space: str = choice(
         "raw (the paper), or centered: less the mean token, estimated at initialisation.", "raw", "centered"

@@ -209,6 +209,7 @@ def _routing_problems(config: MonkeyJumpConfig) -> list[str]:
         f"mean_gate={config.mean_gate} scales the gates of centres, which this routing has not: drop it.": (
             config.mean_gate is not None and not config.uses_centers
         ),
+        "task_experts=0 is no number of groups: use 1 or more, or a list of experts.": config.task_experts == 0,
         f"router={config.router!r} decides token by token: granularity={config.granularity!r} needs router='centroid'; "
         "use granularity='token'.": config.learns_router and config.granularity != "token",
     }

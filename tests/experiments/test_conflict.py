@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import get_peft_model
 
 import monkeyjump as mj
@@ -20,6 +21,7 @@ from monkeyjump.experiments.comparison import Cell, Comparison
 from monkeyjump.experiments.conflict_tasks import ANSWERS, CUES, Setting, rows_of, write_tasks
 from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.models import load_model
+from monkeyjump.routing.centroid import task_gates
 from monkeyjump.tasks import load_examples
 from monkeyjump.tasks.task_file import load_task_file
 from monkeyjump.training.recipe import Recipe, overridden
@@ -95,6 +97,21 @@ def test_what_has_centres_has_the_strength_of_the_constant_gate(rank: int) -> No
     assert {config.r for config in configs.values()} == {rank}
     assert {configs[name].mean_gate for name in ("centred", "ranks", "sequence")} == {conflict.GATE}
     assert configs["ranks"].top_k == {1: 2, 8: 12}[rank]
+
+
+@pytest.mark.parametrize(("rules", "rank", "apart"), [(2, 1, 2), (8, 1, 3), (2, 8, 2), (8, 8, 8), (32, 8, 24)])
+def test_the_oracle_deals_all_ranks_to_the_rules(rules: int, rank: int, apart: int) -> None:
+    """Every rank of q, k and v has one rule, or several rules where there are not enough of them."""
+    setting = Setting(1, rules, rank, "given")
+    recipe = overridden(Recipe(), [*conflict.RECIPE, *conflict._settings("oracle", setting, "")])
+    config = presets.build(recipe.method, recipe.preset, **recipe.adapter)
+    gates = task_gates(torch.arange(rules).unsqueeze(1), 3 * rank, config).squeeze(1)  # [rules, experts]
+    owners = gates.unique(dim=0)
+    assert len(owners) == apart
+    assert torch.equal(owners.sum(0), torch.ones(3 * rank))
+    assert owners.sum(1).max() - owners.sum(1).min() <= 1
+    if rank % rules == 0:  # as many of every projection
+        assert gates.view(rules, 3, rank).sum(2).unique().tolist() == [rank / rules]
 
 
 def test_holm_corrects_as_in_a_worked_example() -> None:

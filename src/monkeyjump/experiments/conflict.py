@@ -41,7 +41,7 @@ ROUTED: dict[str, tuple[str, ...]] = {
     "centred": ("method=mjlora", *CENTRED),
     "ranks": ("method=mjlora", *CENTRED, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
     "sequence": ("method=mjlora", *CENTRED, "adapter.granularity=sequence", "adapter.temperature=0.2"),
-    "oracle": ("method=mjlora_oracle",),  # one of q, k and v for each rule: a mean gate of a third
+    "oracle": ("method=mjlora_oracle", "adapter.expert_unit=rank"),  # ranks of its own for each rule, as far as they go
 }
 MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
 CONSTANT, LORA = "constant gate", "lora"
@@ -198,6 +198,8 @@ def _settings(method: str, setting: Setting, model: str) -> list[str]:
         own = [f"adapter.r={_as_large(method.removeprefix(f'{LORA} for '), setting.rank, model)}"]
     elif method == "ranks":
         own.append(f"adapter.top_k={-(-3 * setting.rank // 2)}")  # half of the ranks of q, k and v
+    elif method == "oracle":
+        own.append(f"adapter.task_experts={setting.rules}")
     named = REFERENCES | ROUTED | MIXTURES
     return [*named.get(method, REFERENCES[LORA]), *own]
 

@@ -59,7 +59,8 @@ def task_names(model: nn.Module, name: str = "default") -> dict[str, int]:
         return dict(known)
     routers = [layer.routers[name][0] for layer in layers_of(model, name).values() if name in layer.routers]
     count = config.more.tasks if config.placement == "nested" else max(len(router.names[name]) for router in routers)
-    count = count if config.task_experts is None else len(config.task_experts)
+    if config.task_experts is not None:
+        count = config.task_experts if isinstance(config.task_experts, int) else len(config.task_experts)
     return {f"task-{number}": number for number in range(count)}
 
 

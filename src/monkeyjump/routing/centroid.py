@@ -99,12 +99,14 @@ def shuffled_gates(gates: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def task_gates(task_ids: Tensor, experts: int, config: MonkeyJumpConfig) -> Tensor:
-    """Oracle routing: a token goes to its task's expert with gate 1. task_ids [B, 1 or T] -> [B, 1 or T, E]."""
-    if config.task_experts is None:
-        expert = task_ids % experts
-    else:
-        expert = torch.tensor(config.task_experts, device=task_ids.device)[task_ids]
-    return torch.nn.functional.one_hot(expert.long(), experts).float()
+    """Oracle routing: a token goes to its task's experts with gate 1. task_ids [B, 1 or T] -> [B, 1 or T, E]."""
+    taken, groups = config.task_experts, experts
+    if isinstance(taken, int):
+        groups = min(taken, experts)
+    elif taken is not None:
+        task_ids = torch.tensor(taken, device=task_ids.device)[task_ids]
+    group_of = torch.arange(experts, device=task_ids.device) % groups
+    return (group_of == task_ids.unsqueeze(-1) % groups).float()
 
 
 def is_due(step: Any, config: MonkeyJumpConfig) -> Any:

@@ -258,9 +258,9 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
             f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names}{ranks} of block "
             f"{home!r}: lower top_k to {experts} or less, or route more projections."
         )
-    if config.task_experts is not None and max(config.task_experts) >= experts:
+    if isinstance(config.task_experts, list) and (last := max(config.task_experts)) >= experts:
         found.append(
-            f"task_experts={config.task_experts} names expert {max(config.task_experts)}, but block {home!r} has only "
+            f"task_experts={config.task_experts} names expert {last}, but block {home!r} has only "
             f"experts 0..{experts - 1} ({names})."
         )
     return found
