@@ -37,12 +37,15 @@ def test_rules_disagree_on_the_share_of_sentences_that_the_dial_says(conflict: f
     answers = [[answer for _, answer in rows_of(setting, rule, "train")] for rule in range(8)]
     for a, b in combinations(range(8), 2):
         apart = sum(x != y for x, y in zip(answers[a], answers[b], strict=True)) / len(answers[a])
-        assert apart == (conflict if setting.disputed and (a - b) % setting.disputed else 0)
+        if (a - b) % 2 or a % 2 == 0:  # neighbours oppose each other, and rules of even numbers are one
+            assert apart == conflict * ((a - b) % 2)
+        assert apart in (0, conflict)
+    assert len(set(map(tuple, answers))) == max(1, setting.disputed)
     assert all(answers[0].count(answer) == len(answers[0]) / 4 for answer in ANSWERS)
 
 
 def test_whoever_does_not_know_the_rule_is_right_by_the_most_frequent_answer() -> None:
-    places = {(0, 8): 1, (0.5, 2): 0.75, (0.5, 3): 5 / 6, (1, 2): 0.5, (1, 3): 1 / 3, (1, 8): 0.25}
+    places = {(0, 8): 1, (0.5, 2): 0.75, (0.5, 3): 5 / 6, (1, 2): 0.5, (1, 3): 2 / 3, (1, 8): 0.5}
     for (dial, rules), share in places.items():
         setting, answers = Setting(dial, rules, 1, "given"), dict[str, list[str]]()
         for rule in range(rules):
@@ -144,8 +147,11 @@ def test_a_planted_gain_is_found_where_it_was_planted() -> None:
     assert [row[1:3] for row in rows] == [["60.0", "paper"], ["60.0", "paper"]]
     assert [isinstance(row[3], conflict.Bold) for row in rows] == [False, True]
     assert found.unlearned() == []
+    for cell in grid.final:  # down to 36 % where guessing gives 25, and to 58 % where half of the rules are one
+        cell.metrics["mean"] -= 0.24 if "-0-" in cell.method else 0.07
+    assert found.unlearned() == [places[1]]
     for cell in grid.final:
-        cell.metrics["mean"] -= 0.31  # 29 % without a gain, and 34 % with it: guessing gives 25
+        cell.metrics["mean"] -= 0.02
     assert found.unlearned() == places
 
 

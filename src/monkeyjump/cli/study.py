@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from textwrap import fill
 from typing import Any
 
 from monkeyjump.cli.grids import add_grid, checked_rates, stopped, where
@@ -48,9 +49,8 @@ def run(options: argparse.Namespace) -> int:
     map_table(found).show()
     if unlearned := found.unlearned():
         places = ", ".join(map(str, unlearned))
-        print(
-            f"Nothing tells the rules apart at {places}, so gains say nothing there: raise train.max_steps, or --lrs."
-        )
+        words = f"Nothing tells the rules apart at {places}: gains say nothing there. Raise train.max_steps, or --lrs."
+        print(fill(words, 80))
     for path in save_map(found, output):
         print(f"saved       {path}")
     return 0

@@ -1,10 +1,12 @@
 """Tasks whose conflict is a dial: the same sentences, and rules that answer a share of them differently.
 
 A sentence has a noun, a place and an adjective. The adjective is of one of four kinds, and the answer is one of four
-directions. Rule 0 answers each kind with a direction of its own. In another rule the disputed kinds, a share of the
-four, pass their directions on by as many places as the number of the rule. At conflict 0 all rules are one; at 1 two
-neighbouring rules agree on no sentence. What tells the rule is the cue: its number (given), the way the question is put
-(wording), or only what the sentence is about (domain). Training and test share no noun, place or adjective.
+directions. Rules of even numbers answer each kind with a direction of its own. In those of odd numbers the disputed
+kinds, a share of the four, pass their directions on, by one place, two or three in turn. At conflict 0 all rules are
+one; at 1 two neighbouring rules agree on no sentence. Half of the rules or more agree with each other: if all answers
+to a kind were equally frequent, nothing could be learned of kinds before the rules, nor of rules before the kinds. What
+tells the rule is the cue: its number (given), the way the question is put (wording), or only what the sentence is about
+(domain). Training and test share no noun, place or adjective.
 """
 
 from __future__ import annotations
@@ -102,7 +104,10 @@ class Setting:
         return fmean(max(counts.values()) / self.rules for counts in by_kind)
 
     def answer(self, rule: int, kind: int) -> str:
-        return ANSWERS[(kind + rule) % self.disputed if kind < self.disputed else kind]
+        if kind >= self.disputed:
+            return ANSWERS[kind]
+        passed_on = 1 + rule // 2 % (self.disputed - 1) if rule % 2 else 0
+        return ANSWERS[(kind + passed_on) % self.disputed]
 
 
 def write_tasks(setting: Setting, folder: Path) -> list[str]:
