@@ -48,9 +48,7 @@ CONSTANT, LORA = "constant gate", "lora"
 REFERENCES = {CONSTANT: ("method=mjlora_uniform", f"adapter.uniform_gate={GATE}"), LORA: ("method=lora",)}
 FORECAST_ROWS = 128  # of each rule
 CERTAIN = 0.01  # the corrected p-value below which a gain is marked
-LEARNED = (
-    0.1  # above what is reached without knowing the rules, or without knowing anything where they are all the same
-)
+LEARNED = 0.1  # above what whoever does not know the rules reaches; above guessing, where they are all one
 
 
 @dataclass(frozen=True)
@@ -231,8 +229,9 @@ def map_table(found: Map) -> Table:
         reached = f"{100 * found.accuracy(setting, CONSTANT):.1f}"
         rows.append([str(setting), reached, best.method, *(_shown(gain) for gain in (best, other)), *before])
     seeds = in_seeds(len(found.grid.seeds), f", ± s.e.; bold: corrected p < {CERTAIN:g}")
-    title = f"Accuracy of the constant gate, and what the best of {len(found.methods)} methods adds ({seeds})"
-    return Table(title, ["place", "constant", "best", "over it", "over LoRA", "agreement", "bits"], rows)
+    adds = f"what the best of {len(found.methods)} methods adds" if len(found.methods) > 1 else "what is added"
+    columns = ["place", "constant", "best", "over it", "over LoRA", "agreement", "bits"]
+    return Table(f"Accuracy of the constant gate, and {adds} ({seeds})", columns, rows)
 
 
 def _shown(gain: Gain) -> str:

@@ -258,7 +258,8 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
             f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names}{ranks} of block "
             f"{home!r}: lower top_k to {experts} or less, or route more projections."
         )
-    if isinstance(config.task_experts, list) and (last := max(config.task_experts)) >= experts:
+    by_task = [] if isinstance(config.task_experts, int | None) else config.task_experts
+    if (last := max(by_task, default=0)) >= experts:
         found.append(
             f"task_experts={config.task_experts} names expert {last}, but block {home!r} has only "
             f"experts 0..{experts - 1} ({names})."
