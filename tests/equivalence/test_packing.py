@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from peft import PeftModel
 
 import monkeyjump as mj
+from monkeyjump.routing import granularity
+from monkeyjump.routing.granularity import CallInputs, Selection, segments_of, select
 from tests.helpers import adapted, assert_same, routing_state, tiny_llama, token_ids
 
 LENGTHS = (5, 8, 3)
@@ -16,6 +19,8 @@ MODES: list[dict[str, Any]] = [
     {"granularity": "token"},
     {"granularity": "sequence", "sequence_token": "prompt"},
     {"granularity": "sequence", "sequence_token": "last"},
+    {"granularity": "sequence", "sequence_token": "mean"},
+    {"granularity": "sequence", "sequence_token": "max"},
 ]
 IDS = ["-".join(mode.values()) for mode in MODES]
 
@@ -73,12 +78,27 @@ def test_statistics_of_a_packed_training_forward(mode: dict[str, Any], how: str)
 
 
 @pytest.mark.parametrize("pool", ["mean", "max"])
-@pytest.mark.parametrize("how", ["position_ids", "seq_idx"])
-@pytest.mark.parametrize("training", [True, False])
-def test_pooling_packed_rows_raises(pool: str, how: str, training: bool) -> None:
-    model = model_of({"granularity": "sequence", "sequence_token": pool}).train(training)
-    with pytest.raises(mj.ConfigError, match=f"sequence_token='{pool}' cannot pool several packed.*'prompt' or 'last'"):
-        model(**packed(how), use_cache=False)
+def test_a_tail_of_pads_and_a_sequence_without_a_prompt_are_pooled_like_rows(pool: str) -> None:
+    """The tail has the number -1; what has no prompt is pooled whole. Nothing here looks at values: it compiles."""
+    shape, mask = (1, 7), torch.tensor([[True] * 6 + [False]])
+    segments = segments_of(None, torch.tensor([[0, 0, 0, 1, 1, 1, -1]]))
+    labels = torch.tensor([[-100, -100, 4, 5, 6, 7, -100]])
+    h = torch.randn(1, 7, 4, generator=torch.Generator().manual_seed(0))
+    inputs = CallInputs(shape, h.device, mask=mask, labels=labels, segments=segments)
+
+    def pooled(h: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+        selection = select(replace(inputs, labels=labels), "sequence", pool)
+        return granularity.pool(h, selection), selection
+
+    expected = [part.mean(0) if pool == "mean" else part.amax(0) for part in (h[0, :2], h[0, 3:6])]
+    for call in (pooled, torch.compile(pooled, fullgraph=True, backend="aot_eager")):
+        found, selection = call(h, labels)
+        assert selection.queries is not None
+        assert selection.source is not None
+        assert selection.queries.tolist() == [[True, True, False, False, False, False, False]]
+        assert selection.source.tolist() == [[0, 0, 0, 1, 1, 1, 2]]
+        torch.testing.assert_close(found[0, :2], torch.stack(expected))
+        assert not found[0, 2:].any()
 
 
 def test_seq_idx_counts_even_beside_a_mask() -> None:

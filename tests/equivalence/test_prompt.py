@@ -13,7 +13,8 @@ from tests.helpers import adapted, assert_same, lm_batch, routing_state, tiny_ll
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("source", ["labels", "prompt_lengths"])
-def test_answer_tokens_never_change_the_prompt(training: bool, source: str) -> None:
+@pytest.mark.parametrize("token", ["prompt", "mean"])
+def test_answer_tokens_never_change_the_prompt(training: bool, source: str, token: str) -> None:
     prompts = (3, 5, 4)
     first, second = token_ids(3, 9, seed=1), token_ids(3, 9, seed=2)
     for row, prompt in enumerate(prompts):
@@ -21,7 +22,7 @@ def test_answer_tokens_never_change_the_prompt(training: bool, source: str) -> N
     assert not torch.equal(first, second)
     results = []
     for ids in (first, second):
-        model = adapted(tiny_llama(3), granularity="sequence", sequence_token="prompt").train(training)
+        model = adapted(tiny_llama(3), granularity="sequence", sequence_token=token).train(training)
         labels = ids.clone()
         for row, prompt in enumerate(prompts):
             labels[row, :prompt] = -100

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import monkeyjump as mj
 from monkeyjump import methods
-from monkeyjump.training import captured
+from monkeyjump.training import attention, captured
 from monkeyjump.training import compile as compiling
 from monkeyjump.training.attention import MASKED, PADS_LAST, attending
 from monkeyjump.training.captured import CaptureReport
@@ -281,6 +281,55 @@ def test_attention_without_gradients_sees_the_mask_and_with_them_pads_at_the_end
             assert torch.equal(model(**left).logits, expected)
         torch.testing.assert_close(model(**right).logits[real], trained, atol=1e-5, rtol=1e-5)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("pads_last", [True, False])
+def test_short_rows_in_bf16_are_multiplied_out_with_the_gradients_of_torch(
+    pads_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have pads, heads share keys, and weights have bf16 values throughout: in fp32 all but rounding is equal."""
+    base = tiny_llama().train().to(torch.bfloat16)
+    batch = lm_batch(3, 8)
+    batch["attention_mask"][0, -3:] = 0
+    real = batch["attention_mask"].bool()
+
+    def measured(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        model = base.to(dtype)
+        model.zero_grad()
+        logits = model(**batch).logits[real].float()
+        logits.square().sum().backward()
+        return logits.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+
+    expected = measured(torch.float32)
+    counted: list[int] = []
+    plain = attention._products
+
+    def counting(*args: Any) -> torch.Tensor:
+        counted.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(attention, "_products", counting)
+    with attending(base, pads_last):
+        measured(torch.float32)  # keeps torch's kernel, as all does without gradients
+        with torch.no_grad():
+            base.to(torch.bfloat16)(**batch)
+        assert not counted
+        rounded = measured(torch.bfloat16)
+        assert len(counted) == base.config.num_hidden_layers
+        monkeypatch.setattr(attention, "gains_from_products", lambda tensor: True)
+        for found, wanted in zip(measured(torch.float32), expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=1e-4)
+    for found, wanted in zip(rounded, expected, strict=True):
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_a_mask_of_numbers_hides_what_a_mask_of_truths_hides() -> None:
+    query, key, value = (torch.randn(2, heads, 5, 4) for heads in (4, 2, 2))
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    numbers = torch.zeros(5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+    wanted = attention._products(query, key, value, seen[None, None], None)
+    assert torch.equal(attention._products(query, key, value, numbers[None, None], None), wanted)
+    assert torch.equal(attention._products(query, key, value, None, None), wanted)
 
 
 def test_models_with_windows_keep_their_masks() -> None:

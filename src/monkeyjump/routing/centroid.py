@@ -16,7 +16,7 @@ from torch import Tensor
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import dispatch
 from monkeyjump.ops import reference as ops
-from monkeyjump.routing.granularity import Selection, pool_rows
+from monkeyjump.routing.granularity import Selection, pool
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def decide(
                 return routing.fused_gates(h, centers, how)
             return routing.fused_gates(h, centers, how, selection.queries, into.sums, into.counts)
     if selection.pool is not None:
-        h = pool_rows(h, selection.mask, selection.pool)
+        h = pool(h, selection)
     u = ops.features(h, mean, normalize=config.ema_space == "normalized")
     logits = ops.similarity_logits(u, torch.stack(centers), config.similarity)
     noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits

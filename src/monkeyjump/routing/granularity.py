@@ -40,10 +40,11 @@ class CallInputs:
 class Selection:
     """Queries are the tokens that are compared with the centres; `source` says whose decision each token follows."""
 
-    queries: Tensor | None = None  # [B, T] bool, [B, 1] when pooled; None = every token
+    queries: Tensor | None = None  # [B, T] bool, [B, 1] when rows are pooled; None = every token
     source: Tensor | None = None  # [B, 1] or [B, T] int64 position to follow; None = each token its own
-    pool: str | None = None  # "mean" or "max": the query is the pooled row instead of a token
+    pool: str | None = None  # "mean" or "max": the query is a pooled row instead of a token
     mask: Tensor | None = None  # the tokens that pooling counts; None = all
+    lengths: Tensor | None = None  # [B, T] int64, of the packed sequences that are pooled; None = whole rows are
 
 
 def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selection:
@@ -51,16 +52,7 @@ def select(inputs: CallInputs, granularity: str, sequence_token: str) -> Selecti
         return Selection(queries=inputs.mask if inputs.kinds is None else balanced(inputs.real, inputs.kinds))
     inputs = _without_generated(inputs)
     if sequence_token in ("mean", "max"):
-        segments = inputs.segments
-        # This is the only look at values here, to tell packing from a single sequence; a compiler cannot look.
-        if segments is not None and (torch.compiler.is_compiling() or bool((segments != segments[:, :1]).any())):
-            raise ConfigError(
-                f"sequence_token={sequence_token!r} cannot pool several packed sequences in one row: "
-                "use sequence_token='prompt' or 'last', or do not pack."
-            )
-        # a row of padding alone has no state to pool, so it is no query
-        rows = None if inputs.mask is None else inputs.mask.any(1, keepdim=True)
-        return Selection(queries=rows, pool=sequence_token, mask=inputs.mask)
+        return _pooled(inputs, sequence_token)
     source = (_last_in_row if inputs.segments is None else _last_in_segment)(inputs, sequence_token)
     followed = torch.zeros(inputs.shape, dtype=torch.bool, device=source.device).scatter(1, source, True)
     return Selection(queries=followed if inputs.mask is None else followed & inputs.mask, source=source)
@@ -80,15 +72,24 @@ def balanced(real: Tensor, kinds: Tensor) -> Tensor:
     return (chosen.view_as(own) & own).any(0)
 
 
-def pool_rows(h: Tensor, mask: Tensor | None, how: str) -> Tensor:
-    """Mean or max over the real tokens of each row, fp32 [B, 1, D]."""
-    h = h.float()
+def pool(h: Tensor, selection: Selection) -> Tensor:
+    """Mean or max over the tokens of each row that count, fp32 [B, 1, D]; of each packed sequence, [B, T, D]."""
+    h, mask, mean = h.float(), selection.mask, selection.pool == "mean"
     if mask is None:
-        return h.mean(1, keepdim=True) if how == "mean" else h.amax(1, keepdim=True)
-    real = mask.unsqueeze(-1)
-    if how == "mean":
-        return h.masked_fill(~real, 0.0).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
-    return h.masked_fill(~real, -torch.inf).amax(1, keepdim=True).nan_to_num(neginf=0.0)
+        return h.mean(1, keepdim=True) if mean else h.amax(1, keepdim=True)
+    h = h.masked_fill(~mask.unsqueeze(-1), 0.0 if mean else -torch.inf)
+    if mean:
+        return _reduced(h, selection, "sum") / _reduced(mask.unsqueeze(-1).float(), selection, "sum").clamp_min(1)
+    return _reduced(h, selection, "max").nan_to_num(neginf=0.0)
+
+
+def _reduced(h: Tensor, selection: Selection, how: str) -> Tensor:
+    """The sum or maximum of each row, or of each packed sequence: the first places hold them, in their order."""
+    if selection.lengths is None:
+        return h.sum(1, keepdim=True) if how == "sum" else h.amax(1, keepdim=True)
+    empty = 0.0 if how == "sum" else -torch.inf
+    lengths = selection.lengths.to(h.device)  # `unsafe`: their sum is not read from the device to be checked
+    return torch.segment_reduce(h.contiguous(), how, lengths=lengths, axis=1, initial=empty, unsafe=True)
 
 
 def row_weights(inputs: CallInputs, how: str) -> Tensor:
@@ -99,8 +100,7 @@ def row_weights(inputs: CallInputs, how: str) -> Tensor:
     """
     inputs = replace(_without_generated(inputs), training=False)
     if how == "mean":
-        prompt = _prompt_mask(inputs)
-        chosen = torch.where(prompt.any(1, keepdim=True), prompt, inputs.real).float()
+        chosen = _prompt_or_all(inputs, None).float()
         return chosen / chosen.sum(1, keepdim=True).clamp_min(1)
     position = _last_in_row(inputs, "prompt") if how == "prompt" else inputs.real.long().argmax(1, keepdim=True)
     return torch.zeros(inputs.shape, device=inputs.device).scatter(1, position, 1.0)
@@ -151,6 +151,32 @@ def _prompt_mask(inputs: CallInputs) -> Tensor:
             "decide its own routing in training."
         )
     return real
+
+
+def _prompt_or_all(inputs: CallInputs, runs: Tensor | None) -> Tensor:
+    """[B, T] True on the prompt of each row, or of each of its runs, or on all that is real where there is none."""
+    prompt = _prompt_mask(replace(inputs, training=False))
+    if runs is None:
+        found = prompt.any(1, keepdim=True)
+    else:
+        found = torch.zeros_like(runs).scatter_reduce(1, runs, prompt.long(), "amax").bool().gather(1, runs)
+    return torch.where(found, prompt, inputs.real)
+
+
+def _pooled(inputs: CallInputs, how: str) -> Selection:
+    """The prompt decides, pooled, or all that is real where nothing tells where it ends. Pads alone are no query."""
+    if inputs.segments is None:
+        if inputs.mask is None and inputs.labels is None and inputs.prompt_lengths is None:
+            return Selection(pool=how)
+        counted = _prompt_or_all(inputs, None)
+        return Selection(queries=counted.any(1, keepdim=True), pool=how, mask=counted)
+    # A tail of pads has the number of the first sequence, yet is a run of its own.
+    runs = torch.zeros_like(inputs.segments)
+    runs[:, 1:] = (inputs.segments[:, 1:] != inputs.segments[:, :-1]).long().cumsum(1)
+    counted, none = _prompt_or_all(inputs, runs), torch.zeros_like(runs)
+    lengths = none.scatter_add(1, runs, torch.ones_like(runs))
+    pooled = none.scatter_reduce(1, runs, counted.long(), "amax").bool()
+    return Selection(queries=pooled, source=runs, pool=how, mask=counted, lengths=lengths)
 
 
 def _last_in_row(inputs: CallInputs, sequence_token: str) -> Tensor:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.training.attention import attending
+from monkeyjump.training.attention import attending, gains_from_products
 from monkeyjump.training.captured import CaptureReport, captured
 from monkeyjump.training.compile import CompileReport, compiled, compiled_parts
 from monkeyjump.training.fused_loss import fused_loss as with_fused_loss
@@ -130,6 +130,8 @@ def fast(model: Any, settings: FastSettings | None = None, **changes: Any) -> It
                 report.captured = stack.enter_context(captured(model, stacks, direct=direct))
             elif several_ranks() and parameter.is_cuda:
                 say("steps of several ranks are not captured unless train.capture=true, or capture=True, asks for it")
+        elif gains_from_products(parameter):
+            report.attention = stack.enter_context(attending(model, chosen.pads_last))
         yield report
     if report.compiled is not None or report.captured is not None:
         say(str(report))

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
-from monkeyjump.routing.granularity import Selection, pool_rows, select
+from monkeyjump.routing.granularity import Selection, pool, select
 from monkeyjump.tuner.centers.pool_ranks import on_every_rank, several_ranks
 from monkeyjump.tuner.layer import MonkeyJumpLayer
 
@@ -69,7 +69,7 @@ class TokenCollector:
         if router.path not in self.tokens:
             self._allocate(router.blocks, h, h.dtype if selection.pool is None else torch.float32)
         if selection.pool is not None:
-            h = pool_rows(h, selection.mask, selection.pool)
+            h = pool(h, selection)
         end = self.kept[id(router.blocks)]
         states = h.detach().reshape(-1, h.shape[-1]).index_select(0, rows)
         self.tokens[router.path][end - rows.shape[0] : end].copy_(states)
