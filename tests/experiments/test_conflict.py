@@ -99,7 +99,8 @@ def test_what_has_centres_has_the_strength_of_the_constant_gate(rank: int) -> No
         configs[method] = presets.build(recipe.method, recipe.preset, **recipe.adapter)
     assert {config.r for config in configs.values()} == {rank}
     assert {configs[name].mean_gate for name in ("centred", "ranks", "sequence")} == {conflict.GATE}
-    assert configs["ranks"].top_k == {1: 2, 8: 12}[rank]
+    assert configs["ranks"].top_k == configs["sequence"].top_k == {1: 2, 8: 12}[rank]
+    assert configs["sequence"].sequence_token == "mean"  # the last token of a prompt is the same for all rules
 
 
 @pytest.mark.parametrize(("rules", "rank", "apart"), [(2, 1, 2), (8, 1, 3), (2, 8, 2), (8, 8, 8), (32, 8, 24)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import monkeyjump as mj
 from monkeyjump import methods
@@ -323,13 +324,18 @@ def test_short_rows_in_bf16_are_multiplied_out_with_the_gradients_of_torch(
         assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
-def test_a_mask_of_numbers_hides_what_a_mask_of_truths_hides() -> None:
-    query, key, value = (torch.randn(2, heads, 5, 4) for heads in (4, 2, 2))
-    seen = torch.ones(5, 5, dtype=torch.bool).tril()
-    numbers = torch.zeros(5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
-    wanted = attention._products(query, key, value, seen[None, None], None)
-    assert torch.equal(attention._products(query, key, value, numbers[None, None], None), wanted)
-    assert torch.equal(attention._products(query, key, value, None, None), wanted)
+@pytest.mark.parametrize("mask", ["none", "causal", "truths", "numbers"])
+def test_short_rows_read_what_torch_reads(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of a mask are added to the scores, and what reads both ways does so without one."""
+    monkeypatch.setattr(attention, "gains_from_products", lambda tensor: True)
+    query, key, value = (torch.randn(2, heads, 5, 4, requires_grad=True) for heads in (4, 2, 2))
+    module: Any = nn.Module()
+    module.is_causal, module.num_key_value_groups = mask == "causal", 2
+    seen = torch.ones(5, 5, dtype=torch.bool).tril(1)[None, None]
+    biases = torch.randn(1, 4, 5, 5).masked_fill(~seen, torch.finfo(torch.float32).min)
+    given = {"none": None, "causal": None, "truths": seen, "numbers": biases}[mask]
+    wanted, _ = sdpa_attention_forward(module, query, key, value, given)
+    torch.testing.assert_close(attention.attend(module, query, key, value, given)[0], wanted)
 
 
 def test_models_with_windows_keep_their_masks() -> None:

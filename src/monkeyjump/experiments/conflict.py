@@ -34,13 +34,15 @@ RECIPE = (
     *("name=conflict", "adapter.dropout=0.0", "data.answer=text", "data.max_length=128", "data.validation=400"),
     *("train.lr=4e-3", "train.max_steps=300", "train.batch_size=32", "train.accumulation=1", "train.warmup=0.05"),
     *("train.weight_decay=0.0", "train.eval_steps=300", "evaluate.before=false", "evaluate.validation_limit=400"),
+    "adapter.init_tokens=5000",  # of whole prompts, where they are routed
 )
 CENTRED = ("adapter.route_space=centered", f"adapter.mean_gate={GATE}")
+BY_SEQUENCE = ("adapter.granularity=sequence", "adapter.sequence_token=mean")
 ROUTED: dict[str, tuple[str, ...]] = {
     "paper": ("method=mjlora",),
     "centred": ("method=mjlora", *CENTRED),
     "ranks": ("method=mjlora", *CENTRED, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
-    "sequence": ("method=mjlora", *CENTRED, "adapter.granularity=sequence", "adapter.temperature=0.2"),
+    "sequence": ("method=mjlora", *CENTRED, *BY_SEQUENCE, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
     "oracle": ("method=mjlora_oracle", "adapter.expert_unit=rank"),  # ranks of its own for each rule, as far as they go
 }
 MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
@@ -161,7 +163,7 @@ def run_map(
     forecasts = {}
     for setting in settings:  # the first of each data set
         if setting.data not in forecasts:
-            recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("centred", setting, base.model))
+            recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("sequence", setting, base.model))
             recipe.adapter.pop("uniform_gate", None)
             forecasts[setting.data] = forecast(recipe, rows=FORECAST_ROWS, shared=grid.shared).to_dict()
     return Map(list(settings), methods, base, grid, forecasts)
@@ -194,7 +196,7 @@ def _settings(method: str, setting: Setting, model: str) -> list[str]:
     own = [f"adapter.r={setting.rank}"]
     if method.startswith(f"{LORA} for "):
         own = [f"adapter.r={_as_large(method.removeprefix(f'{LORA} for '), setting.rank, model)}"]
-    elif method == "ranks":
+    elif method in ("ranks", "sequence"):
         own.append(f"adapter.top_k={-(-3 * setting.rank // 2)}")  # half of the ranks of q, k and v
     elif method == "oracle":
         own.append(f"adapter.task_experts={setting.rules}")

@@ -95,8 +95,9 @@ def attend(
     **told: Any,
 ) -> tuple[Tensor, None]:
     """Attention [B, T, H, D] of q [B, H, T, D] and k, v [B, G, T, D] under a mask, or causal without one."""
-    rows = query.shape[2]
-    if torch.is_grad_enabled() and rows == key.shape[2] <= SHORT and gains_from_products(query) and not dropout:
+    masked = attention_mask is not None or told.get("is_causal", getattr(module, "is_causal", True))
+    short = query.shape[2] == key.shape[2] <= SHORT and gains_from_products(query) and torch.is_grad_enabled()
+    if short and masked and not dropout and told.get("position_bias") is None:
         return _products(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **told)
 
@@ -110,10 +111,11 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     """Scores, softmax in fp32 and the weighted sum; the heads that share keys are rows of one product."""
     (B, H, T, D), G = query.shape, key.shape[1]
     scores = (query * (D**-0.5 if scaling is None else scaling)).reshape(B, G, H // G * T, D) @ key.mT
+    scores = scores.view(B, H, T, T)
     if mask is None:
         mask = torch.ones(T, T, dtype=torch.bool, device=query.device).tril()
-    seen = mask if mask.dtype is torch.bool else mask == 0
-    scores = scores.view(B, H, T, T).masked_fill(~seen, torch.finfo(scores.dtype).min)
+    hidden = torch.finfo(scores.dtype).min
+    scores = scores.masked_fill(~mask, hidden) if mask.dtype is torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return (weights.view(B, G, H // G * T, T) @ value).view(B, H, T, -1).transpose(1, 2)
 
