@@ -1,8 +1,9 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `study`, `map`, `pictures`, `serving`, `rates`, or has no name: `claims`,
-every claim of the paper that a study tests, and `headlines`, what its summary says; both with what became of it.
+KIND is `methods` or `tasks` of a comparison, `study`, `map` or `place` of one, `pictures`, `serving`, `rates`, or has
+no name: `claims`, every claim of the paper that a study tests, and `headlines`, what its summary says; both with what
+became of it.
 """
 
 from __future__ import annotations
@@ -115,6 +116,22 @@ def _map(records: Path, name: str) -> Table:
         own = {row["method"]: row["mean"] for row in metrics["rows"] if all(row[key] == place[key] for key in place)}
         rows.append([*words, f"{100 * own['constant gate']:.1f}", *cells])
     return Table("", ["cue", "conflict", "rules", "rank", "constant gate", *metrics["methods"]], rows)
+
+
+def _place(records: Path, name: str) -> Table:
+    """The first place of a map, a line a method: less the constant gate, with interval and corrected p."""
+    metrics = _metrics(records, name)
+    rows = [row for row in metrics["rows"] if all(row[key] == value for key, value in metrics["places"][0].items())]
+    base, others = rows[0], rows[1:]
+    lines = [[base["method"], f"{base['lr']:g}", _percent(base["values"]), "", f"{base['nll']:.3f}", ""]]
+    columns = []
+    for key, scale in (("values", 100.0), ("nlls", 1000.0)):
+        p_values = holm([paired_difference(row[key], base[key]).p_value for row in others])
+        columns.append([_against(row[key], base[key], p, scale) for row, p in zip(others, p_values, strict=True)])
+    for row, points, nll in zip(others, *columns, strict=True):
+        lines.append([row["method"], f"{row['lr']:g}", _percent(row["values"]), points, f"{row['nll']:.3f}", nll])
+    less = f"less {base['method']}"
+    return Table("", ["method", "lr", "accuracy", less, "NLL", f"{less}, x 1000"], lines)
 
 
 def _pictures(records: Path, name: str) -> Table:
@@ -270,8 +287,8 @@ def _beats(gain: Interval, record: str) -> list[str]:
 
 
 TABLES = {
-    "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "pictures": _pictures, "serving": _serving,
-    "rates": _rates, "claims": _claims, "headlines": _headlines,
+    "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "place": _place, "pictures": _pictures,
+    "serving": _serving, "rates": _rates, "claims": _claims, "headlines": _headlines,
 }  # fmt: skip
 
 

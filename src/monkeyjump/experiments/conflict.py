@@ -115,10 +115,10 @@ class Map:
         for setting in self.settings:
             for method in _names(self.methods):
                 cells = [c.metrics for c in self.grid.final if c.method == _label(method, setting)]
-                points = self._measured(setting, method, "mean")
+                points, nlls = (self._measured(setting, method, measure) for measure in ("mean", "mean_nll"))
                 row = {**asdict(setting), "method": method, "lr": self.grid.best_lr(_label(method, setting))}
                 row |= {"trainable": cells[0]["trainable"], "mean": fmean(points), "sd": spread(points)}
-                row["nll"] = fmean(self._measured(setting, method, "mean_nll"))
+                row |= {"nll": fmean(nlls), "values": points, "nlls": nlls}
                 found.append(row | {"diverged": sum(cell.get("diverged_at") is not None for cell in cells)})
         return found
 
