@@ -94,6 +94,7 @@ def forecast(recipe: Recipe, rows: int = 64, draws: int = 1, shared: Shared | No
     base, tokenizer = shared.take(recipe)
     encoder = Encoder(tokenizer, {task.name: place for place, task in enumerate(tasks)}, **encoding(recipe))
     rank = recipe.adapter.get("r", 2)
+    torch.manual_seed(recipe.seed)  # the adapter begins with random numbers
     plain = get_peft_model(base, methods.build("lora", "mj_paper", r=rank, dropout=0.0))
     examples = [load_examples(task, "train", recipe.data.folder, seed=recipe.seed) for task in tasks]
     found = []
