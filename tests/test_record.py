@@ -149,6 +149,7 @@ def test_commands_carry_no_machine_paths(tmp_path, monkeypatch):
     here = tmp_path / "data" / "text"
     argv = ["/opt/x/bin/monkeyjump", "train", "quickstart", "data.folder=" + str(here), "--out", "/home/me/out/run1"]
     argv += ["~/models/base", r"C:\Users\me\data", "train.lr=1e-4", "--data=/srv/sets/glue", "a/b=c"]
+    argv += ["tasks=/srv/own/one.yaml,/srv/own/two.yaml"]
     assert portable_command(argv) == [
         "monkeyjump",
         "train",
@@ -161,6 +162,7 @@ def test_commands_carry_no_machine_paths(tmp_path, monkeypatch):
         "train.lr=1e-4",
         "--data=glue",
         "a/b=c",
+        "tasks=one.yaml,two.yaml",
     ]
     assert portable_command(["/opt/x/site-packages/monkeyjump/__main__.py", "bench"]) == ["monkeyjump", "bench"]
     assert portable_command([]) == []

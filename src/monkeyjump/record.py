@@ -41,6 +41,8 @@ def portable_command(argv: Sequence[str]) -> list[str]:
 
 def _portable(argument: str) -> str:
     key, equals, value = argument.partition("=")
+    if "," in value:  # several paths as one value
+        return f"{key}={','.join(map(_portable, value.split(',')))}"
     if argument.startswith(("/", "~")) or PureWindowsPath(argument).is_absolute():
         path, here = Path(argument).expanduser(), Path.cwd()
         return str(path.relative_to(here)) if path.is_relative_to(here) else PureWindowsPath(argument).name or "/"

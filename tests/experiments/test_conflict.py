@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,11 @@ def test_what_has_centres_has_the_strength_of_the_constant_gate(rank: int) -> No
         recipe = overridden(Recipe(), [*conflict.RECIPE, *conflict._settings(method, setting, "")])
         configs[method] = presets.build(recipe.method, recipe.preset, **recipe.adapter)
     assert {config.r for config in configs.values()} == {rank}
-    assert {configs[name].mean_gate for name in ("centred", "ranks", "sequence")} == {conflict.GATE}
-    assert configs["ranks"].top_k == configs["sequence"].top_k == {1: 2, 8: 12}[rank]
-    assert configs["sequence"].sequence_token == "mean"  # the last token of a prompt is the same for all rules
+    assert {configs[name].mean_gate for name in ("centred", "ranks")} == {conflict.GATE}
+    assert configs["ranks"].top_k == {1: 2, 8: 12}[rank]
+    assert configs["prompt"].sequence_token == "mean"  # the last token of a prompt is the same for all rules
+    control = replace(configs["prompt"], center_init="random_normalized")
+    assert configs["random"].to_dict() == control.to_dict()
 
 
 @pytest.mark.parametrize(("rules", "rank", "apart"), [(2, 1, 2), (8, 1, 3), (2, 8, 2), (8, 8, 8), (32, 8, 24)])

@@ -14,7 +14,7 @@ from monkeyjump.experiments.compare import cell_recipe
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.study import PLAIN, Study, expected, variants_of
 from monkeyjump.experiments.tables import costs, in_seeds, percent, spread, stem_of
-from monkeyjump.record import RunRecord, write_atomic, write_record
+from monkeyjump.record import write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
 from monkeyjump.tasks import expand
 
@@ -88,7 +88,7 @@ def save_study(name: str, study: Study, comparison: Comparison, output: Path) ->
     """The record, the table and the picture, beside those of the same study with other settings."""
     rows = study_rows(comparison)
     metrics = {"study": study.model_dump(), "seeds": comparison.seeds, "rates": comparison.lrs, "rows": rows}
-    record = RunRecord(kind="study", name=name, config=comparison.recipe.to_dict(), metrics=metrics)
+    record = comparison.record("study", name, metrics)
     columns = ["variant", "lr", "mean", "sd", "nll", "diverged"]
     columns += ["trainable", "router", "peak_memory_bytes", "steps_per_second"]
     tasks = comparison.tasks()

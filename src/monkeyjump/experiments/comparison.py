@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,11 @@ from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.shared import Shared
 
 MOST_RATES = 8  # that a search widens to
+
+
+def _each(names: Iterable[str | None]) -> str | None:
+    """All different names in one text."""
+    return " and ".join(sorted({name for name in names if name})) or None
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Comparison:
     searched: list[Cell] = field(default_factory=list)
     final: list[Cell] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of the runs that this process made
+    records: list[RunRecord] = field(default_factory=list)  # of all runs, by whomever they were made
     shared: Shared = field(default_factory=Shared)
 
     @property
@@ -97,6 +104,7 @@ class Comparison:
     def add(self, wanted: Wanted, record: RunRecord) -> None:
         """Take the result of a run, in the order of methods, rates and seeds, whichever came first."""
         cells = self.final if wanted.test else self.searched
+        self.records.append(record)
         cells.append(Cell(wanted.method, wanted.lr, wanted.seed, record.metrics))
         cells.sort(
             key=lambda c: (self.methods.index(c.method), self.lrs[c.method].index(c.lr), self.seeds.index(c.seed))
@@ -122,6 +130,16 @@ class Comparison:
             return self.lrs[method][0]
         scores = [-math.inf if (score := cell.metrics["validation"]) is None else score for cell in stable]
         return stable[scores.index(max(scores))].lr
+
+    def record(self, kind: str, name: str, metrics: dict[str, Any]) -> RunRecord:
+        """What the runs say together. It may be written elsewhere than they were made: where and when is theirs."""
+        found = RunRecord(kind=kind, name=name, config=self.recipe.to_dict(), metrics=metrics)
+        if self.records:
+            found.device = _each(record.device for record in self.records) or found.device
+            found.versions = {name: _each(r.versions.get(name) for r in self.records) for name in found.versions}
+            found.started = min(record.started for record in self.records)
+            found.finished = max(record.finished or record.started for record in self.records)
+        return found
 
     def values(self, method: str, task: str) -> list[float]:
         """Test metric by seed, in the order of the seeds."""

@@ -24,7 +24,7 @@ from monkeyjump.experiments.conflict_tasks import ANSWERS, Setting, write_tasks
 from monkeyjump.experiments.forecast import forecast
 from monkeyjump.experiments.tables import in_seeds, spread, stem_of
 from monkeyjump.models import resolve
-from monkeyjump.record import RunRecord, write_atomic, write_record
+from monkeyjump.record import write_atomic, write_record
 from monkeyjump.registry import did_you_mean
 from monkeyjump.tables import Bold, Table, csv_text
 from monkeyjump.training.recipe import Recipe, overridden
@@ -37,12 +37,16 @@ RECIPE = (
     "adapter.init_tokens=5000",  # of whole prompts, where they are routed
 )
 CENTRED = ("adapter.route_space=centered", f"adapter.mean_gate={GATE}")
-BY_SEQUENCE = ("adapter.granularity=sequence", "adapter.sequence_token=mean")
+BY_PROMPT = (  # its mean state chooses one of three adapters, which has a gate of 1; centres stay where they began
+    *("method=mjlora", "adapter.granularity=sequence", "adapter.sequence_token=mean", "adapter.route_space=centered"),
+    *("adapter.top_k=1", "adapter.renormalize=true", "adapter.ema_stop=0"),
+)
 ROUTED: dict[str, tuple[str, ...]] = {
     "paper": ("method=mjlora",),
     "centred": ("method=mjlora", *CENTRED),
     "ranks": ("method=mjlora", *CENTRED, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
-    "sequence": ("method=mjlora", *CENTRED, *BY_SEQUENCE, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
+    "prompt": BY_PROMPT,
+    "random": (*BY_PROMPT, "adapter.center_init=random_normalized"),  # the control of `prompt`: centres of nothing
     "oracle": ("method=mjlora_oracle", "adapter.expert_unit=rank"),  # ranks of its own for each rule, as far as they go
 }
 MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
@@ -163,7 +167,7 @@ def run_map(
     forecasts = {}
     for setting in settings:  # the first of each data set
         if setting.data not in forecasts:
-            recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("sequence", setting, base.model))
+            recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("prompt", setting, base.model))
             recipe.adapter.pop("uniform_gate", None)
             forecasts[setting.data] = forecast(recipe, rows=FORECAST_ROWS, shared=grid.shared).to_dict()
     return Map(list(settings), methods, base, grid, forecasts)
@@ -196,7 +200,7 @@ def _settings(method: str, setting: Setting, model: str) -> list[str]:
     own = [f"adapter.r={setting.rank}"]
     if method.startswith(f"{LORA} for "):
         own = [f"adapter.r={_as_large(method.removeprefix(f'{LORA} for '), setting.rank, model)}"]
-    elif method in ("ranks", "sequence"):
+    elif method == "ranks":
         own.append(f"adapter.top_k={-(-3 * setting.rank // 2)}")  # half of the ranks of q, k and v
     elif method == "oracle":
         own.append(f"adapter.task_experts={setting.rules}")
@@ -253,7 +257,7 @@ def save_map(found: Map, output: Path) -> list[Path]:
         "rows": found.rows(),
         "gains": gains,
     }
-    record = RunRecord(kind="study", name="conflict", config=found.recipe.to_dict(), metrics=metrics)
+    record = found.grid.record("study", "conflict", metrics)
     stem = stem_of(output / "conflict", record, ("places", "methods", "seeds", "rates"))
     columns = ["cue", "conflict", "rules", "rank", "method", "reference"]
     lines: list[list[Any]] = [[*columns, "points", "low", "high", "p", "corrected p", "NLL", "NLL p"]]

@@ -134,29 +134,25 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
     """The record (JSON) and the table (CSV)."""
     rows = comparison_rows(comparison)
     reference = comparison.methods[0]
-    record = RunRecord(
-        kind="compare",
-        name=comparison.recipe.name,
-        config=comparison.recipe.to_dict(),
-        metrics={
-            "methods": comparison.methods,
-            "seeds": comparison.seeds,
-            "rates": comparison.lrs,
-            "searched": [
-                {"method": c.method, "lr": c.lr, "seed": c.seed, "validation": c.metrics["validation"]}
-                for c in comparison.searched
-            ],
-            "results": dict(rows),
-            "nll": {method: comparison.measured(method, "mean_nll") for method in comparison.methods},
-            **{kind: comparison.final[0].metrics.get(kind) for kind in UNTRAINED},
-            "test_rows": comparison.final[0].metrics.get("rows"),
-            "costs": {method: costs(comparison, method) for method in comparison.methods},
-            "differences": {
-                method: {"against": reference, **asdict(difference)}
-                for method, difference in comparison.differences(reference).items()
-            },
+    metrics = {
+        "methods": comparison.methods,
+        "seeds": comparison.seeds,
+        "rates": comparison.lrs,
+        "searched": [
+            {"method": c.method, "lr": c.lr, "seed": c.seed, "validation": c.metrics["validation"]}
+            for c in comparison.searched
+        ],
+        "results": dict(rows),
+        "nll": {method: comparison.measured(method, "mean_nll") for method in comparison.methods},
+        **{kind: comparison.final[0].metrics.get(kind) for kind in UNTRAINED},
+        "test_rows": comparison.final[0].metrics.get("rows"),
+        "costs": {method: costs(comparison, method) for method in comparison.methods},
+        "differences": {
+            method: {"against": reference, **asdict(difference)}
+            for method, difference in comparison.differences(reference).items()
         },
-    )
+    }
+    record = comparison.record("compare", comparison.recipe.name, metrics)
     lines = [["task", *(f"{m} {what}" for m in comparison.methods for what in ("mean", "sd"))]]
     for label, values in rows:
         numbers = [f"{100 * x:.2f}" for m in comparison.methods for x in (fmean(values[m]), spread(values[m]))]
