@@ -1,7 +1,8 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `study`, `map` or `place` of one, `pictures`, `serving`, `rates`, or has
+KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA
+against all others, `study`, `map` or `place` of a study, `pictures`, `serving`, or has
 no name: `claims`, every claim of the paper that a study tests, and `headlines`, what its summary says; both with what
 became of it.
 """
@@ -15,8 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from monkeyjump.errors import ConfigError
-from monkeyjump.evaluation.metrics import Interval, holm, paired_difference, student_quantile
-from monkeyjump.experiments.ablate import verdicts
+from monkeyjump.evaluation.metrics import Interval, holm, paired_difference
+from monkeyjump.experiments.ablate import EQUAL, verdicts
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import spread
 from monkeyjump.record import read_record, write_atomic
@@ -69,6 +70,19 @@ def _methods(records: Path, name: str) -> Table:
     return Table("", ["method", "lr", "trainable", "mean", f"less {methods[0]}"], rows)
 
 
+def _routed(records: Path, name: str) -> Table:
+    """MJ-LoRA less every other method, in points and in NLL, each with interval and p corrected for all of them."""
+    metrics, columns = _metrics(records, name), []
+    others = [method for method in metrics["methods"] if method != "mjlora"]
+    for found, scale in ((metrics["results"]["mean"], 100.0), (metrics["nll"], 1000.0)):
+        routed = found["mjlora"]
+        p_values = holm([paired_difference(routed, found[other]).p_value for other in others])
+        columns.append([_against(routed, found[o], p, scale) for o, p in zip(others, p_values, strict=True)])
+    failed = [str(metrics["costs"][other]["failed"]) for other in others]
+    rows = [list(row) for row in zip(others, *columns, failed, strict=True)]
+    return Table("", ["MJ-LoRA less", "points", "NLL x 1000", "failed runs of it"], rows)
+
+
 def _scored(metrics: dict[str, Any]) -> bool:
     return all(value is not None for value in (metrics.get("base") or {"": None}).values())
 
@@ -96,7 +110,8 @@ def _study(records: Path, name: str) -> Table:
     for row, p in zip(found, [None, *p_values], strict=True):
         against = "" if p is None else _against(row["values"], reference["values"], p)
         nll = "" if row["nll"] is None else f"{row['nll']:.3f}"
-        rows.append([row["variant"], f"{row['lr']:g}", _percent(row["values"]), against, nll, str(row["diverged"])])
+        failed = row.get("failed", row.get("diverged"))  # the first records count only what diverged
+        rows.append([row["variant"], f"{row['lr']:g}", _percent(row["values"]), against, nll, str(failed)])
     return Table("", ["variant", "lr", "mean", f"less {reference['variant']}", "NLL", "failed"], rows)
 
 
@@ -184,28 +199,6 @@ def _claims(records: Path, name: str) -> Table:
     return Table("", ["study", "the paper", "here, points with 95 % interval", "verdict"], rows, left=4)
 
 
-def _rates(records: Path, name: str) -> Table:
-    """The grid that was made for its time: the runs of one rate, and the summary that was kept of another."""
-    record = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
-    found: dict[str, list[float]] = {}
-    for cell in record["cells"]:
-        found.setdefault(cell["method"], []).append(cell["mean"])
-    rows = []
-    for method, values in found.items():
-        kept, against = record["rows_4e-3"][method], record["rows_4e-3"].get(f"difference of {method} to lora")
-        lower = "" if against is None else _interval(paired_difference(values, found["lora"]).interval)
-        higher = "" if against is None else _interval(_student(against, len(values)))
-        means = _percent(values), f"{kept['mean']:.1f} ± {kept['sd']:.1f}"
-        rows.append([method, means[0], lower, means[1], higher])
-    return Table("", ["method", "2e-3", "less lora", "4e-3", "less lora"], rows)
-
-
-def _student(against: dict[str, float], seeds: int) -> Interval:
-    """From a mean difference in points with its standard error, as shares."""
-    half = student_quantile(0.975, seeds - 1) * against["standard_error"]
-    return Interval((against["points"] - half) / 100, (against["points"] + half) / 100)
-
-
 def _interval(found: Interval) -> str:
     return f"{50 * (found.low + found.high):+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 
@@ -218,7 +211,7 @@ SAME_ADAPTER = {
 }
 PLAIN = {"mjlora": "lora", "mjlorafa": "lora_fa", "mjadalora": "adalora", "mjpropulsion": "propulsion"}
 STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135m-h200"
-TEXT, IMAGES = "grid-text14-study-smollm2-135m-h200", "pictures-vlm-tiny-h200"
+TEXT, IMAGES = "compare-text14-study-smollm2-135m-h200", "pictures-vlm-tiny-h200"
 
 
 def _headlines(records: Path, name: str) -> Table:
@@ -231,10 +224,8 @@ def _headlines(records: Path, name: str) -> Table:
     slower = [step["moelora"]["median_ms"] / step[routed]["median_ms"] for routed in SAME_ADAPTER]
     saved = [1 - step[routed]["peak_bytes"] / step["moelora"]["peak_bytes"] for routed in SAME_ADAPTER]
     equal = all(size[routed] == size[plain] for routed, plain in PLAIN.items())
-    means = {method: 100 * fmean(values) for method, values in compared["results"]["mean"].items()}
-    mixtures = [means[method] for method in compared["methods"] if size[method] > size["lora"] + 1_000]
-    text = json.loads((records / f"{TEXT}.json").read_text(encoding="utf-8"))
-    on_text = _student(text["rows_4e-3"]["difference of mjlora to lora"], seeds=3)
+    text = _metrics(records, TEXT)["results"]["mean"]
+    on_text, mixture = (paired_difference(text["mjlora"], text[other]).interval for other in ("lora", "hydralora"))
     runs = json.loads((records / f"{IMAGES}.json").read_text(encoding="utf-8"))["runs"]
     images = {variant: [run["mean"] for run in runs[variant]] for variant in ("lora", "mjlora")}
     on_images = paired_difference(images["mjlora"], images["lora"]).interval
@@ -268,10 +259,10 @@ def _headlines(records: Path, name: str) -> Table:
         ["MJ-LoRA beats LoRA on text, by 0.3 to 0.5 points", *_beats(on_text, TEXT)],
         ["MJ-LoRA beats LoRA on images, by 1.2 points", *_beats(on_images, IMAGES)],
         [
-            "as good as mixtures",
-            f"MJ-LoRA {means['mjlora']:.1f}, mixtures {_range(mixtures, '.1f')}, one seed",
-            ALL_METHODS,
-            "undecided",
+            "as good as mixtures, on text",
+            f"{_interval(mixture)} points to HydraLoRA",
+            TEXT,
+            "holds" if mixture.low > -EQUAL else "does not hold" if mixture.high < -EQUAL else "undecided",
         ],
     ]
     return Table("", ["the paper", "here", "record", "verdict"], rows, left=4)
@@ -288,7 +279,7 @@ def _beats(gain: Interval, record: str) -> list[str]:
 
 TABLES = {
     "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "place": _place, "pictures": _pictures,
-    "serving": _serving, "rates": _rates, "claims": _claims, "headlines": _headlines,
+    "serving": _serving, "routed": _routed, "claims": _claims, "headlines": _headlines,
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from monkeyjump.evaluation.score import Scorer
 from monkeyjump.experiments import compare as module
 from monkeyjump.experiments.ablate import study_rows
 from monkeyjump.experiments.compare import grid_of_methods, run_grid, with_controls
-from monkeyjump.experiments.comparison import Cell, Comparison
+from monkeyjump.experiments.comparison import Cell, Comparison, failed
 from monkeyjump.experiments.tables import comparison_rows, comparison_tables, save_comparison
 from monkeyjump.training import shared as shared_module
 from monkeyjump.training.recipe import Recipe, load_recipe
@@ -45,6 +45,7 @@ class FakeRuns:
         self.settings: list[dict[str, Any]] = []
         self.tested: list[str] = []
         self.diverge: set[float] = set()  # rates at which training blows up
+        self.nll: dict[float, float] = {}  # on validation, by rate
         self.kept = True  # whether adapters stay on disk
         monkeypatch.setattr(module, "run", self.run)
         monkeypatch.setattr(module.gc, "collect", lambda: 0)  # nothing was loaded, and it takes longer than the rest
@@ -72,6 +73,7 @@ class FakeRuns:
                 "steps_per_second": 2.0,
                 "peak_memory_bytes": None,
                 "diverged_at": 3 if lr in self.diverge else None,
+                "validation_nll": self.nll.get(lr),
             },
             report=self.report(recipe) if test else None,
             model=None,
@@ -143,6 +145,30 @@ def test_a_rate_at_which_training_diverged_is_not_chosen(fakes: FakeRuns, tmp_pa
     assert compare(load_recipe("quickstart"), ["lora"], [0], [1e-3, 2e-3], tmp_path / "b").best_lr("lora") == 2e-3
     assert fakes.tested == ["lora"]  # what diverged was trained again: it may be no adapter that loads
     assert fakes.asked[-1] == ("lora", 2e-3, 0, True)
+
+
+def test_the_nll_chooses_the_rate_where_all_have_one(fakes: FakeRuns, tmp_path: Path) -> None:
+    fakes.nll = {1e-3: 0.7, 2e-3: 0.8, 4e-3: 0.6}  # 2e-3 has the best score
+    rates = [1e-3, 2e-3, 4e-3]
+    assert compare(load_recipe("quickstart"), ["lora"], [0], rates, tmp_path).best_lr("lora") == 4e-3
+    del fakes.nll[4e-3]
+    assert compare(load_recipe("quickstart"), ["lora"], [0], rates, tmp_path / "b").best_lr("lora") == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("tasks", "diverged_at", "expected"),
+    [
+        ({"sst2": 0.8, "boolq": 0.61, "stsb": 0.0}, None, False),
+        ({"sst2": 0.45, "boolq": 0.62, "stsb": 0.9}, None, True),  # what has no most frequent answer does not count
+        ({"sst2": 0.5, "boolq": 0.62, "stsb": 0.9}, None, True),
+        ({"sst2": 0.8, "boolq": 0.61, "stsb": 0.0}, 7, True),
+    ],
+)
+def test_a_run_failed_that_diverged_or_only_says_what_is_most_frequent(
+    tasks: dict[str, float], diverged_at: int | None, expected: bool
+) -> None:
+    majority = {"sst2": 0.5, "boolq": 0.62, "stsb": None}
+    assert failed({"tasks": tasks, "majority": majority, "diverged_at": diverged_at}) is expected
 
 
 def test_a_run_whose_adapter_was_deleted_is_made_again(fakes: FakeRuns, tmp_path: Path) -> None:

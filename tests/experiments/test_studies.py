@@ -96,7 +96,7 @@ def test_a_study_ends_in_a_table_a_record_and_a_picture(
     assert (
         (tmp_path / "out" / "ranks.csv")
         .read_text()
-        .startswith("variant,lr,mean,sd,nll,diverged,trainable,router,peak_memory_bytes,steps_per_second,sst2,boolq")
+        .startswith("variant,lr,mean,sd,nll,failed,trainable,router,peak_memory_bytes,steps_per_second,sst2,boolq")
     )
     made = len(fakes.asked)
     assert main(words) == 0

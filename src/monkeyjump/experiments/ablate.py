@@ -50,7 +50,7 @@ def study_table(study: Study, comparison: Comparison) -> Table:
     for row in study_rows(comparison):
         nll = "" if row["nll"] is None else f"{row['nll']:.3f}"
         points, nats = _signed(row["difference"], 100), _signed(row["nll_difference"], 1000)
-        failed = str(row["diverged"] or "")
+        failed = str(row["failed"] or "")
         rows.append([row["variant"], f"{row['lr']:g}", percent(row["values"]), points, nll, nats, failed])
     title = f"{study.title} ({in_seeds(len(comparison.seeds))}; differences to {comparison.methods[0]}"
     error = ", ± s.e." if len(comparison.seeds) > 1 else ""
@@ -89,7 +89,7 @@ def save_study(name: str, study: Study, comparison: Comparison, output: Path) ->
     rows = study_rows(comparison)
     metrics = {"study": study.model_dump(), "seeds": comparison.seeds, "rates": comparison.lrs, "rows": rows}
     record = comparison.record("study", name, metrics)
-    columns = ["variant", "lr", "mean", "sd", "nll", "diverged"]
+    columns = ["variant", "lr", "mean", "sd", "nll", "failed"]
     columns += ["trainable", "router", "peak_memory_bytes", "steps_per_second"]
     tasks = comparison.tasks()
     lines = [[*columns, *tasks]]

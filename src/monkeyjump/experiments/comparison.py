@@ -45,6 +45,14 @@ class Cell:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
+def failed(metrics: dict[str, Any]) -> bool:
+    """Whether training diverged, or ended no better than the most frequent answers of the same tasks."""
+    majority = {task: share for task, share in (metrics.get("majority") or {}).items() if share is not None}
+    scores = [metrics["tasks"][task] for task in majority] if majority else []
+    idle = bool(scores) and None not in scores and sum(scores) <= sum(majority.values())
+    return idle or metrics.get("diverged_at") is not None
+
+
 @dataclass
 class Comparison:
     """`recipes` are what is compared, by name: methods, or variants of one. `recipe` is what they have in common."""
@@ -124,11 +132,15 @@ class Comparison:
             self.lrs[method].append(float(f"{best * best / rates[1]:.3g}"))
 
     def best_lr(self, method: str) -> float:
+        """By the NLL on validation, which tells more than so few right answers; by the score where there is none."""
         tried = [cell for cell in self.searched if cell.method == method]
         stable = [cell for cell in tried if cell.metrics.get("diverged_at") is None] or tried
         if not tried:
             return self.lrs[method][0]
         scores = [-math.inf if (score := cell.metrics["validation"]) is None else score for cell in stable]
+        nlls = [cell.metrics.get("validation_nll") for cell in stable]
+        if None not in nlls:
+            scores = [-nll for nll in nlls]
         return stable[scores.index(max(scores))].lr
 
     def record(self, kind: str, name: str, metrics: dict[str, Any]) -> RunRecord:
@@ -136,6 +148,7 @@ class Comparison:
         found = RunRecord(kind=kind, name=name, config=self.recipe.to_dict(), metrics=metrics)
         if self.records:
             found.device = _each(record.device for record in self.records) or found.device
+            found.commit = _each(record.commit for record in self.records)
             found.versions = {name: _each(r.versions.get(name) for r in self.records) for name in found.versions}
             found.started = min(record.started for record in self.records)
             found.finished = max(record.finished or record.started for record in self.records)

@@ -19,7 +19,7 @@ from monkeyjump.analysis.style import color_bar, heatmap, label, new_figure
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import holm, paired_difference
 from monkeyjump.experiments.compare import run_grid
-from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.experiments.comparison import Comparison, failed
 from monkeyjump.experiments.conflict_tasks import ANSWERS, Setting, write_tasks
 from monkeyjump.experiments.forecast import forecast
 from monkeyjump.experiments.tables import in_seeds, spread, stem_of
@@ -123,7 +123,7 @@ class Map:
                 row = {**asdict(setting), "method": method, "lr": self.grid.best_lr(_label(method, setting))}
                 row |= {"trainable": cells[0]["trainable"], "mean": fmean(points), "sd": spread(points)}
                 row |= {"nll": fmean(nlls), "values": points, "nlls": nlls}
-                found.append(row | {"diverged": sum(cell.get("diverged_at") is not None for cell in cells)})
+                found.append(row | {"failed": sum(failed(cell) for cell in cells)})
         return found
 
 

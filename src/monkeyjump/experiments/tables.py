@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from monkeyjump.evaluation.metrics import PairedDifference, holm
-from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.experiments.comparison import Comparison, failed
 from monkeyjump.record import RunRecord, numbered, read_record, write_atomic, write_record
 from monkeyjump.tables import Bold, Table, csv_text
 
@@ -93,7 +93,7 @@ def _costs_table(comparison: Comparison) -> Table:
                 "" if gate is None else f"{gate:.3f}",
                 "" if memory is None else f"{memory / 2**30:.2f} GiB",
                 f"{cost['steps_per_second']:.2f}",
-                str(cost["diverged"] or ""),
+                str(cost["failed"] or ""),
             ]
         )
     return Table("Cost", ["method", "lr", "trainable", "router", "gate", "memory", "steps/s", "failed"], rows)
@@ -126,7 +126,7 @@ def costs(comparison: Comparison, method: str) -> dict[str, Any]:
         "peak_memory_bytes": max(memory) if memory else None,
         "steps_per_second": fmean(cell.metrics["steps_per_second"] for cell in cells),
         "mean_gate": cells[0].metrics.get("mean_gate"),
-        "diverged": sum(cell.metrics.get("diverged_at") is not None for cell in cells),
+        "failed": sum(failed(cell.metrics) for cell in cells),
     }
 
 
@@ -139,7 +139,8 @@ def save_comparison(comparison: Comparison, output: Path) -> list[Path]:
         "seeds": comparison.seeds,
         "rates": comparison.lrs,
         "searched": [
-            {"method": c.method, "lr": c.lr, "seed": c.seed, "validation": c.metrics["validation"]}
+            {"method": c.method, "lr": c.lr, "seed": c.seed}
+            | {name: c.metrics.get(name) for name in ("validation", "validation_nll")}
             for c in comparison.searched
         ],
         "results": dict(rows),

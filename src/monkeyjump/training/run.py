@@ -231,7 +231,8 @@ def score_on_test(
 def _validate(model: nn.Module, tokenizer: Any, tasks: list[Task], recipe: Recipe, memory: Memory) -> dict[str, float]:
     how = _scoring(recipe, "validation")
     report = evaluate(model, tokenizer, tasks, memory=memory, compare_base=False, progress=False, **how)
-    return {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
+    scores = {"mean": report.mean, **{row.task: row.adapter for row in report.rows if row.adapter is not None}}
+    return scores if (nll := report.overall.adapter_nll) is None else scores | {"nll": nll}
 
 
 def _scoring(recipe: Recipe, split: str) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def _scoring(recipe: Recipe, split: str) -> dict[str, Any]:
 
 
 def _measurements(trainer: TaskTrainer, seconds: float, fast: FastReport) -> dict[str, Any]:
-    steps, logs = trainer.state.global_step, trainer.state.log_history
+    steps, logs, best = trainer.state.global_step, trainer.state.log_history, trainer.state.best_metric
     losses = [log["loss"] for log in logs if math.isfinite(log.get("loss", math.nan))]
     broken = [log for log in logs if not all(math.isfinite(log.get(name, 0.0)) for name in ("loss", "grad_norm"))]
     return {
@@ -265,5 +266,6 @@ def _measurements(trainer: TaskTrainer, seconds: float, fast: FastReport) -> dic
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         "final_loss": losses[-1] if losses else None,
         "diverged_at": broken[0]["step"] if broken else None,
+        "validation_nll": next((log.get("eval_nll") for log in logs if log.get("eval_mean") == best), None),
         **fast.measurements(),
     }
