@@ -136,7 +136,8 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     # Where the centres start, and how they follow the tokens
     center_init: str = choice("How centres start", "kmeans", "random", "random_normalized", "random_tokens")
     init_tokens: int | None = integer(
-        "Tokens the centres start from. None: the paper's 50,000, or on a CPU as many as it reads in about a minute.",
+        "Tokens the centres start from. None: the paper's 50,000, or on a CPU as many as it reads in about a minute. "
+        "With granularity='sequence' it counts texts; None: 5,000, or a few hundred on a CPU.",
         None, 1, "the paper uses 50000", none=True,
     )  # fmt: skip
     balance_kinds: bool = flag(

@@ -9,7 +9,7 @@ import torch
 
 import monkeyjump as mj
 from monkeyjump.tuner.centers import calibrate, sample
-from monkeyjump.tuner.centers.sample import PAPERS_TOKENS, TokenCollector, affordable_tokens
+from monkeyjump.tuner.centers.sample import PAPERS_TOKENS, TokenCollector, affordable_tokens, default_sample
 from tests.helpers import lm_batch, tiny_llama, wrap
 
 
@@ -70,3 +70,16 @@ def test_a_cpu_reads_for_about_a_minute_and_says_so(capfd: pytest.CaptureFixture
         report = mj.initialize_centers(routed, [lm_batch(8, 6)], restarts=1)
     assert report.tokens_kept == 20
     assert "centres start from 20 tokens, about a minute's work for a CPU" in capfd.readouterr().out
+
+
+def test_whole_texts_are_counted_where_these_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50,000 states of a text each would be 50,000 texts to read."""
+    tiny, batches = tiny_llama(), [lm_batch(4, 6, seed=seed) for seed in range(4)]
+    token, text = (mj.MonkeyJumpConfig(granularity=name) for name in ("token", "sequence"))
+    assert (default_sample(tiny, token), default_sample(tiny, text)) == (PAPERS_TOKENS, 5_000)
+    monkeypatch.setattr(sample, "affordable_tokens", lambda model: 6_600)
+    assert (default_sample(tiny, token), default_sample(tiny, text)) == (6_600, 264)
+    monkeypatch.setattr(sample, "_FEWEST_TEXTS", 7)
+    monkeypatch.setattr(sample, "affordable_tokens", lambda model: 20)
+    routed = wrap(tiny, center_init="kmeans", granularity="sequence", sequence_token="mean")
+    assert mj.initialize_centers(routed, batches, restarts=1).tokens_kept == 7

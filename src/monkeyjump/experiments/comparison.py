@@ -138,8 +138,8 @@ class Comparison:
         if not tried:
             return self.lrs[method][0]
         scores = [-math.inf if (score := cell.metrics["validation"]) is None else score for cell in stable]
-        nlls = [cell.metrics.get("validation_nll") for cell in stable]
-        if None not in nlls:
+        nlls = [nll for cell in stable if (nll := cell.metrics.get("validation_nll")) is not None]
+        if len(nlls) == len(stable):
             scores = [-nll for nll in nlls]
         return stable[scores.index(max(scores))].lr
 

@@ -43,7 +43,7 @@ from monkeyjump.training.trainer import (
     training_arguments,
 )
 from monkeyjump.tuner.centers.calibrate import compile_early
-from monkeyjump.tuner.centers.sample import affordable_tokens
+from monkeyjump.tuner.centers.sample import default_sample
 from monkeyjump.tuner.count import ParameterCount, count_parameters
 
 
@@ -117,8 +117,7 @@ def _run(
     data = origins(tasks, looks, recipe.data.folder)
     if ranks.is_main_process:
         if checkpoint is None and shared.runs == 1:  # of a resumed run and of a grid it is seen how much is left
-            routed = config.uses_centers and config.layers_to_route != []
-            tokens = (config.init_tokens or affordable_tokens(model)) if routed else 0
+            tokens = _tokens_of_centers(model, config, batches)
             say_how_long(model, recipe, batches, steps, looks, tokens, ranks.num_processes)
         clear(recipe.folder, checkpoint)  # only now: model and data are there
     ranks.wait_for_everyone()
@@ -141,6 +140,17 @@ def _run(
             result.report.save(recipe.folder / "evaluation")  # at once: what comes later may fail
             write_card(result, recipe, config)
     return result
+
+
+def _tokens_of_centers(model: nn.Module, config: MonkeyJumpConfig, batches: TrainingData) -> int:
+    """How many tokens are read for the centres: whole texts, where these are routed."""
+    if not config.uses_centers or config.layers_to_route == []:
+        return 0
+    states = config.init_tokens or default_sample(model, config)
+    lengths = getattr(batches.items, "lengths", None)  # not known of a stream
+    if config.granularity != "sequence" or not lengths:
+        return states
+    return min(states, len(lengths)) * sum(lengths) // len(lengths)
 
 
 def _adapted(recipe: Recipe, config: MonkeyJumpConfig, shared: Shared) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.ops import reference as ops
 from monkeyjump.routing.kmeans import spherical_kmeans
 from monkeyjump.tuner.centers.pool_ranks import pool_ranks, several_ranks
-from monkeyjump.tuner.centers.sample import PAPERS_TOKENS, TokenCollector, affordable_tokens, collect
+from monkeyjump.tuner.centers.sample import PAPERS_TOKENS, TokenCollector, collect, default_sample
 
 if TYPE_CHECKING:
     from monkeyjump.tuner.context import RoutingContext
@@ -58,12 +58,13 @@ def initialize_centers(
     """Give every routed projection its centre, as the adapter's `center_init` says.
 
     Reads batches (dicts of tensors, labels optional) until there are `num_tokens` real tokens or the data ends, and
-    clusters them block by block. Give it shuffled data. `num_tokens` is by default the config's `init_tokens`; where
-    that is None, 50,000, or on a CPU as many as it reads in about a minute. Adapters are off during the pass, so the
-    states are those of the frozen model; training mode and random state are as before afterwards. On several ranks the
-    sample is made of the batches of all of them, in the order of the ranks; ranks that were given the same batches are
-    counted once. `known` holds what earlier calls with the same frozen model and batches found, and gets what this one
-    finds: an adapter that asks for the same centres reads no token.
+    clusters them block by block. Give it shuffled data. `num_tokens` is by default the config's `init_tokens`;
+    where that is None, 50,000, or on a CPU as many as it reads in about a minute. Where whole texts are routed it
+    counts texts, by default 5,000, or on a CPU a few hundred. Adapters are off during the pass, so the states are
+    those of the frozen model; training mode and random state are as before afterwards. On several ranks the sample
+    is made of the batches of all of them, in the order of the ranks; ranks that were given the same batches are
+    counted once. `known` holds what earlier calls with the same frozen model and batches found, and gets what this
+    one finds: an adapter that asks for the same centres reads no token.
     """
     from monkeyjump.tuner.model import require_context
 
@@ -76,7 +77,7 @@ def initialize_centers(
         raise ConfigError(
             f"initialize_centers needs data for center_init={config.center_init!r}: pass any iterable of batches."
         )
-    tokens = num_tokens or config.init_tokens or _affordable(model, progress)
+    tokens = num_tokens or config.init_tokens or _default_sample(model, config, progress)
     routers = [router for router in context.routers() if name in router.layers]
     experts = [(router.path, len(router.names[name])) for router in routers]
     asked = tokens, seed, restarts, *(getattr(config, field) for field in _DECIDING), *experts
@@ -123,9 +124,9 @@ def _all_centers(
     return found
 
 
-def _affordable(model: nn.Module, progress: bool) -> int:
-    count = affordable_tokens(model)
-    if count < PAPERS_TOKENS and progress:
+def _default_sample(model: nn.Module, config: MonkeyJumpConfig, progress: bool) -> int:
+    count = default_sample(model, config)
+    if config.granularity == "token" and count < PAPERS_TOKENS and progress:
         tqdm.write(
             f"centres start from {count:,} tokens, about a minute's work for a CPU, instead of the paper's "
             f"{PAPERS_TOKENS:,} (init_tokens={PAPERS_TOKENS} reads them all)"

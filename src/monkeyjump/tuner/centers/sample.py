@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _MINUTE_OF_A_CPU = 60 * 30e9
 PAPERS_TOKENS = 50_000
 _FEWEST_TOKENS = 2_000
+_TEXTS, _FEWEST_TEXTS = (
+    5_000,
+    200,
+)  # where each has one state; k-means of tokens gains nothing beyond 5,000 in the paper
+_TOKENS_OF_A_TEXT = 25  # for how many tokens a text counts on a CPU: fewer than it has, as there would be too few texts
 _FEWEST_OF_A_KIND = 100  # so many tokens of a kind are kept, even if another has fewer
 _MOST_READ = 4  # times the wanted tokens that are read to find those of a rare kind
 
@@ -43,6 +48,14 @@ def affordable_tokens(model: nn.Module) -> int:
     if not operations:
         return PAPERS_TOKENS
     return max(_FEWEST_TOKENS, min(PAPERS_TOKENS, int(_MINUTE_OF_A_CPU / operations) // 100 * 100))
+
+
+def default_sample(model: nn.Module, config: MonkeyJumpConfig) -> int:
+    """From how many states the centres start where nobody says: of tokens, or of whole texts where these decide."""
+    tokens = affordable_tokens(model)
+    if config.granularity != "sequence":
+        return tokens
+    return _TEXTS if tokens == PAPERS_TOKENS else max(_FEWEST_TEXTS, tokens // _TOKENS_OF_A_TEXT)
 
 
 class TokenCollector:
