@@ -1,0 +1,144 @@
+"""Make the runs behind docs/results.md and docs/studies.md on one GPU, what tells most first, until the time is over.
+
+    python benchmarks/reproduce.py --data DIR --output runs/all --minutes 25
+
+Two lanes go side by side: runs that fill a GPU, and small ones, which leave it waiting for the host. They share it by
+NVIDIA's MPS where it is installed. What is finished is kept, and the same command goes on; another machine takes it by
+`benchmarks/cells.py`. `reproduce.json` has the seconds of every command. `--list` only shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from monkeyjump.record import write_atomic
+
+HOME = Path(__file__).parent / "opposed"
+SEARCH = "--seeds 5 --lrs 4e-3,8e-3 --widen"
+MIXTURES = "moelora,mixlora,mola,more,moa,moe_lora_fa,moe_adalora,moe_propulsion"
+PLAIN = "lora_fa,adalora,propulsion,mjlorafa,mjadalora,mjpropulsion,lime,flylora"
+SHORT = "train.max_steps=100 train.batch_size=8 train.eval_steps=100 evaluate.test_limit=200"
+REVIEWS = "tasks={tasks}/sst2-liked.yaml,{tasks}/sst2-disliked.yaml"
+QUICK = "--recipe quickstart adapter.dropout=0.0 train.max_steps=100 train.batch_size=16 train.eval_steps=100"
+# (folder under the output, command); runs in one folder are shared
+LANES = {
+    "full": (
+        ("text14", f"compare text14-study --methods lora,mjlora,hydralora {SEARCH} --data {{data}}"),
+        ("text14", f"ablate unit --recipe text14-study {SEARCH} --data {{data}}"),
+        (
+            "text14",
+            f"compare text14-study --methods lora,{MIXTURES} --no-controls {SEARCH} --data {{data}} adapter.tasks=14",
+        ),
+        ("text14", f"compare text14-study --methods lora,{PLAIN} --no-controls {SEARCH} --data {{data}}"),
+    ),
+    "small": (
+        (
+            "reviews",
+            f"ablate {HOME}/opposed.yaml --recipe {HOME}/reviews.yaml {REVIEWS} --seeds 10 --lrs 2e-3,4e-3,8e-3 "
+            "--widen train.max_steps=500 train.batch_size=32 train.eval_steps=250",
+        ),
+        (
+            "cues",
+            "study conflict --conflict 1 --rules 2 --ranks 1 --cues given,wording,domain "
+            f"--methods prompt,random,oracle --seeds 10 {SHORT}",
+        ),
+        (
+            "map",
+            "study conflict --conflict 0,0.5,1 --rules 2,4,8 --ranks 1 --cues wording "
+            f"--methods prompt,random,oracle,ranks,hydralora --seeds 5 {SHORT}",
+        ),
+        ("studies", f"ablate all {QUICK} --seeds 3 --data {{data}} evaluate.test_limit=200 evaluate.before=false"),
+        ("bench", "bench step --methods all --modes graph --jobs 4"),
+    ),
+}
+
+
+class Lane(threading.Thread):
+    """One command after another, each until it is done or the time is over."""
+
+    def __init__(self, commands: list[tuple[Path, list[str]]], jobs: int, end: float, took: list[dict]) -> None:
+        super().__init__()
+        self.commands, self.jobs, self.end, self.took = commands, jobs, end, took
+
+    def run(self) -> None:
+        for folder, words in self.commands:
+            began = time.time()
+            if self.end - began < 10:
+                return
+            jobs = [] if words[0] == "bench" else ["--jobs", str(self.jobs)]
+            command = [sys.executable, "-m", "monkeyjump", *words, *jobs, "--output", str(folder)]
+            log = folder.with_suffix(".log")
+            with log.open("a") as output:
+                process = subprocess.Popen(command, stdout=output, stderr=output)
+                try:
+                    process.wait(self.end - began)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGINT)  # it writes down what it has
+                    process.wait()
+            seconds = round(time.time() - began, 1)
+            self.took.append({"command": words, "seconds": seconds, "status": process.returncode})
+            print(f"{seconds:7.1f} s, status {process.returncode}: {' '.join(words)} (see {log})", flush=True)
+
+
+def own_tasks(data: Path, output: Path) -> Path:
+    """The task files of tasks asked both ways beside links to their data."""
+    folder = output / "tasks"
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in HOME.glob("*-*.yaml"):
+        shutil.copy(file, folder)
+    for name in ("sst2", "qqp", "qnli"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(data.resolve() / name)
+    return folder
+
+
+def share_the_gpu(output: Path) -> None:
+    """Kernels of several processes run at the same time under MPS, instead of in turns."""
+    if shutil.which("nvidia-cuda-mps-control"):
+        for name in ("PIPE", "LOG"):
+            folder = (output / f"mps-{name.lower()}").resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = str(folder)
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the text tasks")
+    parser.add_argument("--output", type=Path, default=Path("runs/all"))
+    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--jobs", default="4,8", metavar="FULL,SMALL", help="runs at a time in each lane; 0: none")
+    parser.add_argument("--list", action="store_true", help="only show the commands")
+    options = parser.parse_args()
+    places = {"data": options.data, "tasks": options.output / "tasks"}
+    lanes = {
+        name: [(options.output / folder, command.format(**places).split()) for folder, command in commands]
+        for name, commands in LANES.items()
+    }
+    if options.list:
+        for commands in lanes.values():
+            print(*(" ".join(["monkeyjump", *words, "--output", str(folder)]) for folder, words in commands), sep="\n")
+        return
+    own_tasks(options.data, options.output)
+    share_the_gpu(options.output)
+    took: list[dict] = []
+    end, jobs = time.time() + 60 * options.minutes, [int(count) for count in options.jobs.split(",")]
+    threads = [Lane(lanes[name], count, end, took) for name, count in zip(lanes, jobs, strict=True) if count]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    write_atomic(options.output / "reproduce.json", json.dumps(took, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
