@@ -157,7 +157,7 @@ def test_the_method_cards_are_what_the_code_says() -> None:
     assert module["page"]() == (docs / module["PAGE"]).read_text(encoding="utf-8"), "run: python docs/make_methods.py"
     import monkeyjump as mj
 
-    assert set(module["CARDS"]) == set(mj.methods.COMPARED + mj.methods.PEERS + mj.methods.CONTROLS)
+    assert set(module["CARDS"]) == set(mj.methods.names())
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def use_every_parameter(method: str, rank: int, world: int) -> None:
     """The wrapper raises in a second step if the first one left a parameter without a gradient, also of padding."""
     model = get_peft_model(tiny_llama(4), mj.methods.build(method, task_type="CAUSAL_LM", dropout=0.0))
     if not centers_initialized(model, "default"):
-        mj.initialize_centers(model, [batch_of("only padding", range(world), 0)], progress=False, restarts=1)
+        batches = [batch_of("only padding", range(world), step) for step in range(2)]  # texts for one centre each
+        mj.initialize_centers(model, batches, progress=False, restarts=1)
     wrapped = DistributedDataParallel(model.train())
     for step in range(2):
         batch = batch_of("only padding", range(rank, rank + 1), step)

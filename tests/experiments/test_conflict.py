@@ -141,7 +141,7 @@ def test_a_planted_gain_is_found_where_it_was_planted() -> None:
                 points = 0.6 + noise + (gain[int(place.conflict)] if method == "paper" else 0)
                 metrics = {"mean": points, "mean_nll": 1 - points, "trainable": 1}
                 grid.final.append(Cell(conflict._label(method, place), 1e-3, seed, metrics))
-    before = {place.data: {"agreement": 1.0, "bits": 0.0} for place in places}
+    before = {place.data: {"agreement": 1.0, "prompt_bits": 0.0} for place in places}
     found = conflict.Map(places, ["paper", "moelora"], Recipe(), grid, before)
     certain = {(gain.setting.conflict, gain.method, gain.reference) for gain in found.gains() if gain.certain}
     assert certain == {(1, "paper", "constant gate"), (1, "paper", "lora")}
@@ -195,7 +195,7 @@ def test_a_map_searches_rates_once_and_ends_in_a_table_a_record_and_a_picture(
     assert (tmp_path / "out" / "conflict.png").stat().st_size > 5000
     assert (tmp_path / "out" / "conflict.csv").read_text().startswith("cue,conflict,rules,rank,method,reference,points")
     assert [forecast["agreement"] for forecast in record["metrics"]["forecasts"].values()] == [0.5] * 4
-    assert all(recipe.adapter["route_space"] == "centered" and recipe.method == "mjlora" for recipe in seen)
+    assert all(recipe.method == "mjlora" and "uniform_gate" not in recipe.adapter for recipe in seen)
     made = len(fakes.asked)
     assert main(words) == 0
     assert len(fakes.asked) == made

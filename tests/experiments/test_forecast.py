@@ -73,6 +73,29 @@ def test_agreement_is_measured_in_units_of_noise() -> None:
     assert (found.within, found.between, found.agreement) == pytest.approx((0.4, 0.2, 0.5))
 
 
+@pytest.mark.parametrize(
+    ("between", "draws", "bits", "advice"),
+    [
+        (-0.2, [], 0.9, "method=mjlora_prompt,"),
+        (-0.2, [], 0.3, "method=mjlora_oracle where"),  # of 1 bit at most
+        (0.1, [], 0.9, "method=lora."),
+        (-0.2, [(0.4, -0.6), (0.4, 0.2)], 0.9, "method=lora."),  # the draws do not agree that they are opposed
+        (float("nan"), [], 0.9, "read more --rows"),
+    ],
+)
+def test_what_to_try(between: float, draws: list[tuple[float, float]], bits: float, advice: str) -> None:
+    found = Forecast(["a", "b"], [[0.4, between], [between, 0.4]], 0.0, 0.0, draws, bits, 3)
+    assert advice in found.advice
+    assert len(found.advice) <= 110
+
+
+def test_prompts_of_other_wording_are_told_apart_and_equal_ones_are_not(tiny: Path, tmp_path: Path) -> None:
+    wording, domain = (of(Setting(1, 2, 1, cue), tiny, tmp_path, rows=8) for cue in ("wording", "given"))
+    assert wording.prompt_bits > 0.5
+    assert wording.told_apart
+    assert domain.prompt_bits < wording.prompt_bits
+
+
 def test_the_verb(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [
         "tasks=[opinion,tense]",
@@ -85,6 +108,7 @@ def test_the_verb(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "agreement of the tasks" in said
+    assert "bits where prompts decide" in said
     assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 90
     assert read_record(tmp_path / "found.json").metrics["tasks"] == ["opinion", "tense"]
     assert main(command) == 2  # nothing is overwritten

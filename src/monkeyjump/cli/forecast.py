@@ -43,5 +43,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"bits of the first centres {found.bits:.3f}, at most {found.most_bits:.3f}   (0: they do not tell tasks apart)"
     )
+    print(f"bits where prompts decide {found.prompt_bits:.3f}   (method=mjlora_prompt)")
+    print(found.advice)
     print(f"saved       {path}")
     return 0

@@ -104,13 +104,16 @@ def in_a_line(error: Exception) -> str:
     return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
+CONTROLS = {
+    "mjlora": ("mjlora_uniform", "mjlora_random", "mjlora_oracle"),
+    "mjlora_prompt": ("mjlora_prompt_random", "mjlora_oracle"),
+}
+
+
 def with_controls(methods: Sequence[str]) -> list[str]:
     """The methods with what must stand beside a routed one: a constant gate, random centres, and the task oracle."""
-    chosen = list(dict.fromkeys(methods))
-    if "mjlora" in chosen:
-        beside = ("mjlora_uniform", "mjlora_random", "mjlora_oracle")
-        chosen += [control for control in beside if control not in chosen]
-    return chosen
+    beside = (control for method in methods for control in CONTROLS.get(method, ()))
+    return list(dict.fromkeys([*methods, *beside]))
 
 
 def run_here(comparison: Comparison, output: Path, wanted: Wanted) -> None:

@@ -37,16 +37,12 @@ RECIPE = (
     "adapter.init_tokens=5000",  # of whole prompts, where they are routed
 )
 CENTRED = ("adapter.route_space=centered", f"adapter.mean_gate={GATE}")
-BY_PROMPT = (  # its mean state chooses one of three adapters, which has a gate of 1; centres stay where they began
-    *("method=mjlora", "adapter.granularity=sequence", "adapter.sequence_token=mean", "adapter.route_space=centered"),
-    *("adapter.top_k=1", "adapter.renormalize=true", "adapter.ema_stop=0"),
-)
 ROUTED: dict[str, tuple[str, ...]] = {
     "paper": ("method=mjlora",),
     "centred": ("method=mjlora", *CENTRED),
     "ranks": ("method=mjlora", *CENTRED, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
-    "prompt": BY_PROMPT,
-    "random": (*BY_PROMPT, "adapter.center_init=random_normalized"),  # the control of `prompt`: centres of nothing
+    "prompt": ("method=mjlora_prompt",),
+    "random": ("method=mjlora_prompt_random",),
     "oracle": ("method=mjlora_oracle", "adapter.expert_unit=rank"),  # ranks of its own for each rule, as far as they go
 }
 MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
@@ -167,7 +163,7 @@ def run_map(
     forecasts = {}
     for setting in settings:  # the first of each data set
         if setting.data not in forecasts:
-            recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("prompt", setting, base.model))
+            recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("paper", setting, base.model))
             recipe.adapter.pop("uniform_gate", None)
             forecasts[setting.data] = forecast(recipe, rows=FORECAST_ROWS, shared=grid.shared).to_dict()
     return Map(list(settings), methods, base, grid, forecasts)
@@ -230,7 +226,8 @@ def map_table(found: Map) -> Table:
         best = max((g for g in here if g.reference == CONSTANT), key=lambda gain: gain.points["mean"])
         other = next(gain for gain in here if gain.method == best.method and gain.reference != CONSTANT)
         before = [
-            f"{found.forecasts[setting.data][name]:{form}}" for name, form in (("agreement", "+.2f"), ("bits", ".3f"))
+            f"{found.forecasts[setting.data][name]:{form}}"
+            for name, form in (("agreement", "+.2f"), ("prompt_bits", ".3f"))
         ]
         reached = f"{100 * found.accuracy(setting, CONSTANT):.1f}"
         rows.append([str(setting), reached, best.method, *(_shown(gain) for gain in (best, other)), *before])

@@ -8,6 +8,7 @@ halves: the agreement of its own halves is the most that noise leaves of the agr
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +35,7 @@ from monkeyjump.training.shared import Shared
 from monkeyjump.tuner.centers.calibrate import initialize_centers
 
 Cosines = list[list[float]]
+PLACES = ("target_modules", "shared_modules", "layers_to_transform", "layers_to_route")  # where adapters are
 READ = ("input_ids", "attention_mask", "labels", "pixel_values", "image_sizes")
 
 
@@ -46,6 +48,8 @@ class Forecast:
     bits: float  # of task information in the choice of an expert, the mean over blocks; see `analysis.usage`
     most_bits: float  # of the block that says most
     draws: list[tuple[float, float]] = field(default_factory=list)  # `within` and `between` of every draw by itself
+    prompt_bits: float = 0.0  # the same, where the whole prompt decides for one expert
+    experts: int = 2  # in a block
 
     @property
     def within(self) -> float:
@@ -69,6 +73,24 @@ class Forecast:
         apart = [between - self.agreement * within for within, between in self.draws]
         return stdev(apart) / len(apart) ** 0.5 / self.within
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether experts that are chosen by the prompt know half of what they could of the task."""
+        return self.prompt_bits >= math.log2(min(len(self.tasks), self.experts)) / 2
+
+    @property
+    def advice(self) -> str:
+        """What was found on such mixtures; docs/studies.md says on which."""
+        if math.isnan(self.agreement):
+            return "The halves of one task do not agree with each other: read more --rows."
+        if self.agreement + 2 * (self.standard_error or 0.0) >= 0:
+            return "The tasks are not opposed: no route was found to help on such mixtures. Take method=lora."
+        if self.told_apart:
+            return "The tasks are opposed, and prompts tell them apart: try method=mjlora_prompt, with lora beside it."
+        return (
+            "The tasks are opposed, and prompts do not tell them apart: try method=mjlora_oracle where tasks are known."
+        )
+
     def table(self) -> Table:
         count, rows = range(len(self.tasks)), []
         for task in count:
@@ -80,7 +102,8 @@ class Forecast:
         return Table("Gradients before training", ["task", "own halves", "with others", "least with"], rows)
 
     def to_dict(self) -> dict[str, Any]:
-        derived = {name: getattr(self, name) for name in ("within", "between", "agreement", "standard_error")}
+        names = ("within", "between", "agreement", "standard_error", "told_apart", "advice")
+        derived = {name: getattr(self, name) for name in names}
         return {**asdict(self), **derived}
 
 
@@ -108,10 +131,13 @@ def forecast(recipe: Recipe, rows: int = 64, draws: int = 1, shared: Shared | No
             both = nn.functional.normalize(torch.stack(halves), dim=1).view(len(tasks), 2, -1)
             found.append(both[:, 0] @ both[:, 1].T)
     shared.give_back(plain, tokenizer)
-    bits, named = _bits(recipe, tasks, shared), [task.name for task in tasks]
+    (bits, experts), named = _bits(recipe, tasks, shared), [task.name for task in tasks]
+    placed = {name: value for name, value in recipe.adapter.items() if name in PLACES}
+    by_prompt, _ = _bits(recipe.model_copy(update={"method": "mjlora_prompt", "adapter": placed}), tasks, shared)
     each = [Forecast(named, cosines.tolist(), 0.0, 0.0) for cosines in found]
     pairs = [(one.within, one.between) for one in each]
-    return Forecast(named, torch.stack(found).mean(0).tolist(), fmean(bits), max(bits), pairs)
+    cosines = torch.stack(found).mean(0).tolist()
+    return Forecast(named, cosines, fmean(bits), max(bits), pairs, fmean(by_prompt), experts)
 
 
 def passed_around(examples: Sequence[Example]) -> list[Example]:
@@ -139,14 +165,14 @@ def _gradient(model: Any, encoder: Encoder, examples: list[Example]) -> Tensor:
     return torch.cat(found) / len(examples)
 
 
-def _bits(recipe: Recipe, tasks: list[Any], shared: Shared) -> list[float]:
-    """Bits of task information in every block, with the first centres and nothing trained."""
+def _bits(recipe: Recipe, tasks: list[Any], shared: Shared) -> tuple[list[float], int]:
+    """Bits of task information in every block, with the first centres and nothing trained; and how many centres."""
     base, tokenizer = shared.take(recipe)
     model = get_peft_model(base, methods.build(recipe.method, recipe.preset, **recipe.adapter))
     calibration = training_data(recipe, tasks, tokenizer, FastSettings(False, False)).calibration
-    initialize_centers(model, calibration, seed=recipe.seed)
+    report = initialize_centers(model, calibration, seed=recipe.seed)
     usage = measure_usage(model, tokenizer, tasks, recipe)
     shared.give_back(model, tokenizer)
     if usage is None:
         raise ConfigError(f"method={recipe.method!r} has no centres to look at: choose mjlora.", title="forecast")
-    return [found.bits for found in usage.information.values()]
+    return [found.bits for found in usage.information.values()], max(map(len, report.shares.values()))

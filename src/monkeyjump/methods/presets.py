@@ -30,12 +30,13 @@ COMPARED = (
     *("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
 )
 PEERS = ("lime", "flylora")  # parameter-free routing that came after the paper; not in its table
-CONTROLS = ("mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle")
+OURS = ("mjlora_prompt",)  # Monkey Jump in another setting than the paper's
+CONTROLS = ("mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle", "mjlora_prompt_random")
 
 
 def names() -> list[str]:
-    """Every method that `build` knows: those of the comparison, the controls, then what was added elsewhere."""
-    first = [*COMPARED, *PEERS, *CONTROLS]
+    """Every method that `build` knows: those of the comparison, ours, the controls, then what was added elsewhere."""
+    first = [*COMPARED, *PEERS, *OURS, *CONTROLS]
     return [*first, *(name for name in METHODS if name not in first)]
 
 
@@ -119,6 +120,20 @@ _add(
     alpha=80.0,
 )
 
+_BY_PROMPT: dict[str, Any] = {
+    **{"granularity": "sequence", "sequence_token": "mean", "route_space": "centered"},
+    **{"top_k": 1, "renormalize": True, "ema_stop": 0},
+}
+_add(
+    "mjlora_prompt",
+    "Monkey Jump by the prompt: the mean state of a prompt chooses one of q, k and v for the whole text. It has a gate "
+    "of 1, the other two are off, and centres stay where k-means left them. For tasks that oppose each other and that "
+    "their prompts tell apart (`monkeyjump forecast`).\n\nNot of the paper. o and gate shared; both presets are alike.",
+    "lora",
+    shared_modules=PAPER_SHARED,
+    **_BY_PROMPT,
+)
+
 # Controls: what a comparison needs before it may say that routing helps.
 for _name, _about, _settings in (
     (
@@ -129,5 +144,10 @@ for _name, _about, _settings in (
     ("mjlora_random", "Control: random centres, never fitted to data.", {"center_init": "random_normalized"}),
     ("mjlora_shuffled", "Control: the gates of other tokens of the batch, at random.", {"router": "shuffled"}),
     ("mjlora_oracle", "Control: the task id decides; needs `task_ids`.", {"granularity": "task"}),
+    (
+        "mjlora_prompt_random",
+        "Control of mjlora_prompt: the same with random centres, never fitted to data.",
+        {**_BY_PROMPT, "center_init": "random_normalized"},
+    ),
 ):
     _add(_name, _about + _ROUTED, "lora", shared_modules=PAPER_SHARED, **_settings)
