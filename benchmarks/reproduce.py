@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the text tasks")
     parser.add_argument("--output", type=Path, default=Path("runs/all"))
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--jobs", default="4,8", metavar="FULL,SMALL", help="runs at a time in each lane; 0: none")
+    parser.add_argument("--jobs", default="4,6", metavar="FULL,SMALL", help="runs at a time in each lane; 0: none")
     parser.add_argument("--list", action="store_true", help="only show the commands")
     options = parser.parse_args()
     places = {"data": options.data, "tasks": options.output / "tasks"}

@@ -35,8 +35,7 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
         from monkeyjump.experiments.compare import in_a_line, make_cell
         from monkeyjump.training.shared import Shared
 
-        if not torch.cuda.is_available():
-            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+        torch.set_num_threads(max(1, torch.get_num_threads() // jobs))  # beside a GPU too: idle ones spin
         shared = Shared()
         while True:
             problem: Exception | None = None
