@@ -27,7 +27,7 @@ SEARCH = "--seeds 5 --lrs 4e-3,8e-3 --widen"
 MIXTURES = "moelora,mixlora,mola,more,moa,moe_lora_fa,moe_adalora,moe_propulsion"
 PLAIN = "lora_fa,adalora,propulsion,mjlorafa,mjadalora,mjpropulsion,lime,flylora"
 SHORT = "train.max_steps=100 train.batch_size=8 train.eval_steps=100 evaluate.test_limit=200"
-REVIEWS = "tasks={tasks}/sst2-liked.yaml,{tasks}/sst2-disliked.yaml"
+DESKS = "tasks={tasks}/sst2-poster.yaml,{tasks}/sst2-complaints.yaml"  # prompts that differ in more than a word
 QUICK = "--recipe quickstart adapter.dropout=0.0 train.max_steps=100 train.batch_size=16 train.eval_steps=100"
 # (folder under the output, command); runs in one folder are shared
 LANES = {
@@ -42,8 +42,8 @@ LANES = {
     ),
     "small": (
         (
-            "reviews",
-            f"ablate {HOME}/opposed.yaml --recipe {HOME}/reviews.yaml {REVIEWS} --seeds 10 --lrs 2e-3,4e-3,8e-3 "
+            "desks",
+            f"ablate {HOME}/opposed.yaml --recipe {HOME}/reviews.yaml name=desks {DESKS} --seeds 10 --lrs 2e-3,4e-3,8e-3 "
             "--widen train.max_steps=500 train.batch_size=32 train.eval_steps=250",
         ),
         (

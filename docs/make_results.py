@@ -4,7 +4,7 @@ A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty l
 KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA
 against all others, `study`, `map` or `place` of a study, `pictures`, `serving`, or has
 no name: `claims`, every claim of the paper that a study tests, and `headlines`, what its summary says; both with what
-became of it.
+became of it. A line `<!-- figure: study NAME -->` stands above the picture of a study.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from PIL import Image
+
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import Interval, holm, paired_difference
-from monkeyjump.experiments.ablate import EQUAL, verdicts
+from monkeyjump.experiments.ablate import EQUAL, digest, plot_study, verdicts
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import spread
 from monkeyjump.record import read_record, write_atomic
 from monkeyjump.tables import Table
 
+FIGURE = re.compile(r"<!-- figure: study ([\w.-]+) -->\n!\[[^]]*\]\((pictures/[\w.-]+)\)\n")
 BLOCK = re.compile(r"(<!-- table: (\w+) ?([\w.-]*) -->\n)(?:.+\n)*")
 
 
@@ -36,6 +39,16 @@ def rendered(text: str, records: Path) -> str:
         return f"{head}{TABLES[kind](records, name).markdown()}\n"
 
     return BLOCK.sub(made, text)
+
+
+def outdated(text: str, home: Path, records: Path) -> list[tuple[dict[str, Any], Path]]:
+    """The pictures of a page that were not made from their records as these are, with what they are to be made from."""
+    found = []
+    for name, place in FIGURE.findall(text):
+        metrics, path = _metrics(records, name), home / place
+        if not path.is_file() or Image.open(path).info.get("Description") != digest(metrics["rows"]):
+            found.append((metrics, path))
+    return found
 
 
 def _metrics(records: Path, name: str) -> dict[str, Any]:
@@ -285,7 +298,10 @@ TABLES = {
 
 if __name__ == "__main__":
     home = Path(__file__).parent
+    records = home.parent / "benchmarks" / "results"
     for page in home.glob("*.md"):
         before = page.read_text(encoding="utf-8")
-        if (after := rendered(before, home.parent / "benchmarks" / "results")) != before:
+        if (after := rendered(before, records)) != before:
             write_atomic(page, after)
+        for metrics, path in outdated(after, home, records):
+            plot_study(Study(**metrics["study"]), metrics["rows"], path)

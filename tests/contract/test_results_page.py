@@ -16,6 +16,7 @@ from monkeyjump.experiments.study import Study
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
 BLOCK, rendered = SCRIPT["BLOCK"], SCRIPT["rendered"]
+FIGURE, outdated = SCRIPT["FIGURE"], SCRIPT["outdated"]
 PAGE, RECORDS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
 
 
@@ -26,6 +27,19 @@ def test_the_tables_of_the_pages_are_those_of_the_records() -> None:
     assert tables["serve.md"] == 1
     for text in pages.values():
         assert rendered(text, RECORDS) == text, "run: python docs/make_results.py"
+
+
+def test_the_pictures_of_the_pages_are_those_of_the_records(tmp_path: Path) -> None:
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGE.parent.glob("*.md")}
+    named = [name for text in pages.values() for name, _ in FIGURE.findall(text)]
+    assert named
+    assert not any(outdated(text, PAGE.parent, RECORDS) for text in pages.values()), "run: python docs/make_results.py"
+    record = json.loads((RECORDS / f"{named[0]}.json").read_text())
+    record["metrics"]["rows"][0]["values"][0] += 0.01
+    (tmp_path / f"{named[0]}.json").write_text(json.dumps(record))
+    line = f"<!-- figure: study {named[0]} -->\n![x](pictures/{named[0]}.png)\n"
+    assert not outdated(line, PAGE.parent, RECORDS)
+    assert outdated(line, PAGE.parent, tmp_path)
 
 
 def test_another_record_is_another_page(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_study_ends_in_a_table_a_record_and_a_picture(
 def test_pictures_keep_the_order_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is the first of the rows, and has its own place among the temperatures."""
     written: list[list[str]] = []
-    monkeypatch.setattr(ablate, "name_ticks", lambda axis, which, names, most: written.append(names))
+    monkeypatch.setattr(ablate, "name_ticks", lambda axis, which, names, **_: written.append(names))
     study = load_study("temperature")
     rows = [{"variant": name, "values": [0.5, 0.6], "nlls": [0.9, 1.0]} for name in (*variants_of(study), PLAIN)]
     assert rows[0]["variant"] == "1.0"

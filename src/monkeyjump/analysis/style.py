@@ -99,11 +99,11 @@ def label(axis: Any, title: str = "", x: str = "", y: str = "", legend: bool = F
             text.set_parse_math(False)
 
 
-def name_ticks(axis: Any, which: str, names: Sequence[str], most: int = 12) -> None:
-    """Name the places 0, 1, ... of an axis; of many names every second, third, ... is written."""
+def name_ticks(axis: Any, which: str, names: Sequence[str], most: int = 12, letters: int = 24) -> None:
+    """Name the places 0, 1, ... of an axis; of many names every second, third, ... is written, in so many letters."""
     step = -(-len(names) // most)
     places = list(range(0, len(names), step))
-    shown = [shortened(names[place].removesuffix("_proj").removeprefix("expert "), 24) for place in places]
+    shown = [shortened(names[place].removesuffix("_proj").removeprefix("expert "), letters) for place in places]
     rotation = 90 if which == "x" and max(map(len, shown)) > 4 and len(shown) > 2 else 0
     texts = (axis.set_xticks if which == "x" else axis.set_yticks)(places, shown, fontsize=7, rotation=rotation)
     for tick in texts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +16,7 @@ from monkeyjump.experiments.compare import cell_recipe
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.study import PLAIN, Study, expected, variants_of
 from monkeyjump.experiments.tables import costs, in_seeds, percent, spread, stem_of
-from monkeyjump.record import write_atomic, write_record
+from monkeyjump.record import jsonable, write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
 from monkeyjump.tasks import expand
 
@@ -116,7 +118,7 @@ def draw_figures(study: Study, comparison: Comparison, output: Path) -> list[Pat
 
 
 def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:
-    """Points with the spread over seeds, in the order in which the study names them: the metric, and the NLL beside it.
+    """The mean and every seed of each variant, in the order in which the study names them: the metric, and the NLL.
 
     The reference has a colour of its own, and the constant gate is a line across.
     """
@@ -128,23 +130,32 @@ def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:
         panels.append(("nlls", 1.0, "NLL of the right option"))
     beside, width = len(shown) <= SIDE_BY_SIDE, min(20.0, max(4.5, 0.42 * len(shown) + 2.2))
     seeds = len(rows[0]["values"])
-    size = (width * (len(panels) if beside else 1), 3.6 * (1 if beside else len(panels)))
+    size = (width * (len(panels) if beside else 1), 4.0 * (1 if beside else len(panels)))
     figure = new_figure(*size, f"{study.title} ({in_seeds(seeds)})")
     axes = figure.subplots(*((1, len(panels)) if beside else (len(panels), 1)), squeeze=False)
     for axis, (measure, scale, what) in zip(axes.flat, panels, strict=True):
         if control is not None:
-            middle, half = scale * fmean(control[measure]), scale * spread(control[measure])
-            axis.axhspan(middle - half, middle + half, color=GREY, alpha=0.2, linewidth=0)
-            axis.axhline(middle, color=GREY, linewidth=1, linestyle="--", label=PLAIN)
-        for color, name in ((COLORS[0], "mean, sd over seeds" if seeds > 1 else "variant"), (COLORS[1], "reference")):
+            axis.axhline(scale * fmean(control[measure]), color=GREY, linewidth=1, linestyle="--", label=PLAIN)
+        dash = "; a dash for each seed" if seeds > 1 else ""
+        for color, name in ((COLORS[0], f"mean{dash}" if dash else "variant"), (COLORS[1], "reference")):
             own = {
-                n: row[measure] for n, row in enumerate(shown) if (row["variant"] == reference) == (name == "reference")
+                n: row[measure] for n, row in enumerate(shown) if (row["variant"] == reference) == (color != COLORS[0])
             }
-            means, spreads = ([scale * of(values) for values in own.values()] for of in (fmean, spread))
-            axis.errorbar(list(own), means, spreads, fmt="o", color=color, capsize=3, label=name)
-        name_ticks(axis, "x", [row["variant"] for row in shown], most=len(shown))
-        label(axis, "", study.vary.rpartition(".")[2] if study.values else "variant", what, legend=axis is axes.flat[0])
+            if not own:
+                continue
+            axis.plot(list(own), [scale * fmean(values) for values in own.values()], "o", color=color, label=name)
+            if seeds > 1:
+                dots = [(place, scale * value) for place, values in own.items() for value in values]
+                axis.plot(*zip(*dots, strict=True), "_", color=color, alpha=0.45, markersize=9, zorder=1)
+        name_ticks(axis, "x", [row["variant"] for row in shown], most=len(shown), letters=36)
+        label(axis, "", study.vary.rpartition(".")[2] if study.values else "variant", what)
         axis.grid(axis="y", alpha=0.3)
+    axes.flat[0].legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Description": digest(rows)})
     return path
+
+
+def digest(rows: list[dict[str, Any]]) -> str:
+    """What a picture carries of the numbers that it was made from."""
+    return hashlib.sha256(json.dumps(jsonable(rows), sort_keys=True).encode()).hexdigest()
