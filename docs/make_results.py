@@ -1,10 +1,10 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA
-against all others, `study`, `map` or `place` of a study, `pictures`, `serving`, or has
-no name: `claims`, every claim of the paper that a study tests, and `headlines`, what its summary says; both with what
-became of it. A line `<!-- figure: study NAME -->` stands above the picture of a study.
+KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `map` or
+`place` of a study, `pictures`, `serving`, or has no name: `forecasts`, of all mixtures, `claims`, every claim of the paper
+that a study tests, and `headlines`, what its summary says, with what became of it. A line `<!-- figure: study NAME -->`
+stands above the picture of a study.
 """
 
 from __future__ import annotations
@@ -162,6 +162,19 @@ def _place(records: Path, name: str) -> Table:
     return Table("", ["method", "lr", "accuracy", less, "NLL", f"{less}, x 1000"], lines)
 
 
+def _forecasts(records: Path, name: str) -> Table:
+    """What was said before training of every mixture that has a record."""
+    rows = []
+    for path in sorted(records.glob("forecast-*.json")):
+        record = read_record(path)
+        found = record.metrics
+        error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.2f}"
+        by_prompt = "" if (bits := found.get("prompt_bits")) is None else f"{bits:.3f}"
+        counts = [str(len(found["tasks"])), f"{found['rows']} x {len(found['draws'])}"]
+        rows.append([record.name, *counts, f"{found['agreement']:+.2f}{error}", f"{found['bits']:.3f}", by_prompt])
+    return Table("", ["mixture", "tasks", "rows", "agreement", "bits, recipe", "bits, by prompt"], rows)
+
+
 def _pictures(records: Path, name: str) -> Table:
     """A line for each variant of benchmarks/pictures.py: its tasks in per cent, and MJ-LoRA's mean less its own."""
     record = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
@@ -292,7 +305,7 @@ def _beats(gain: Interval, record: str) -> list[str]:
 
 TABLES = {
     "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "place": _place, "pictures": _pictures,
-    "serving": _serving, "routed": _routed, "claims": _claims, "headlines": _headlines,
+    "serving": _serving, "forecasts": _forecasts, "routed": _routed, "claims": _claims, "headlines": _headlines,
 }  # fmt: skip
 
 
