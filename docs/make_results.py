@@ -2,9 +2,9 @@
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
 KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `map` or
-`place` of a study, `pictures`, `serving`, or has no name: `forecasts`, of all mixtures, `claims`, every claim of the paper
-that a study tests, and `headlines`, what its summary says, with what became of it. A line `<!-- figure: study NAME -->`
-stands above the picture of a study.
+`place` of a study, `pictures`, `serving`, or has no name: `forecasts` of all mixtures, `claims`, every claim of the
+paper that a study tests, and `headlines`, what its summary says, with what became of it. A line
+`<!-- figure: study NAME -->` stands above the picture of a study.
 """
 
 from __future__ import annotations
