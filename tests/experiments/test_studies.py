@@ -158,7 +158,7 @@ def test_a_real_study(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "out" / "space.json").read_text())["metrics"]["rows"]
     assert [row["variant"] for row in rows] == ["raw", "centred", PLAIN]
     assert len({row["nll"] for row in rows}) == 3
-    gates = json.loads((tmp_path / "out" / "cells/mjlora+constant-gate/lr-0.01/seed-0/record.json").read_text())
+    gates = json.loads((tmp_path / "out" / "cells/mjlora_uniform/lr-0.01/seed-0/record.json").read_text())
     assert 0 < gates["config"]["adapter"]["uniform_gate"] < 1
 
 

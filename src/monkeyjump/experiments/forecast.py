@@ -84,7 +84,7 @@ class Forecast:
         if math.isnan(self.agreement):
             return "The halves of one task do not agree with each other: read more --rows."
         if self.agreement + 2 * (self.standard_error or 0.0) >= 0:
-            return "The tasks are not opposed: no route was found to help on such mixtures. Take method=lora."
+            return "Nothing says that the tasks are opposed, and no route was found to help then: take method=lora."
         if self.told_apart:
             return "The tasks are opposed, and prompts tell them apart: try method=mjlora_prompt, with lora beside it."
         return (

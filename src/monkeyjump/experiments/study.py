@@ -91,7 +91,8 @@ def grid_of(study: Study, recipe: Recipe, seeds: Iterable[int], lrs: Iterable[fl
     if study.control:
         reference = next(iter(recipes))
         recipes[PLAIN] = recipes[reference].model_copy(update={"method": f"{study.method}_uniform"})
-        gates[PLAIN], folders[PLAIN] = reference, f"{folders[reference]}+constant-gate"
+        gates[PLAIN] = reference
+        folders[PLAIN] = folders[reference].replace(study.method, recipes[PLAIN].method, 1)  # as `compare` names it
     return Comparison(recipe, recipes, list(seeds), {label: list(lrs) for label in recipes}, gates, folders, widen)
 
 
