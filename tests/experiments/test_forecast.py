@@ -74,17 +74,17 @@ def test_agreement_is_measured_in_units_of_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "draws", "bits", "advice"),
+    ("between", "own", "draws", "bits", "advice"),
     [
-        (-0.2, [], 0.9, "method=mjlora_prompt,"),
-        (-0.2, [], 0.3, "method=mjlora_oracle where"),  # of 1 bit at most
-        (0.1, [], 0.9, "method=lora."),
-        (-0.2, [(0.4, -0.6), (0.4, 0.2)], 0.9, "method=lora."),  # the draws do not agree that they are opposed
-        (float("nan"), [], 0.9, "read more --rows"),
+        (-0.2, 0.4, [], 0.9, "method=mjlora_prompt,"),
+        (-0.2, 0.4, [], 0.3, "method=mjlora_oracle where"),  # of 1 bit at most
+        (0.1, 0.4, [], 0.9, "method=lora."),
+        (-0.2, 0.4, [(0.4, -0.6), (0.4, 0.2)], 0.9, "method=lora."),  # the draws do not agree that they are opposed
+        (-0.2, -0.1, [], 0.9, "The halves of b do not agree"),  # so nothing can be said of it and another
     ],
 )
-def test_what_to_try(between: float, draws: list[tuple[float, float]], bits: float, advice: str) -> None:
-    found = Forecast(["a", "b"], [[0.4, between], [between, 0.4]], 0.0, 0.0, draws, bits, 3)
+def test_what_to_try(between: float, own: float, draws: list[tuple[float, float]], bits: float, advice: str) -> None:
+    found = Forecast(["a", "b"], [[0.4, between], [between, own]], 0.0, 0.0, draws, bits, 3)
     assert advice in found.advice
     assert len(found.advice) <= 110
 

@@ -81,8 +81,11 @@ class Forecast:
     @property
     def advice(self) -> str:
         """What was found on such mixtures; docs/studies.md says on which."""
-        if math.isnan(self.agreement):
-            return "The halves of one task do not agree with each other: read more --rows."
+        unsure = [task for place, task in enumerate(self.tasks) if self.cosines[place][place] <= 0]
+        if unsure:
+            return (
+                f"The halves of {', '.join(unsure)} do not agree with themselves: nothing is known. Read more --rows."
+            )
         if self.agreement + 2 * (self.standard_error or 0.0) >= 0:
             return "Nothing says that the tasks are opposed, and no route was found to help then: take method=lora."
         if self.told_apart:
