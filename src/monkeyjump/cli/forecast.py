@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from textwrap import fill
 
 from monkeyjump.errors import ConfigError
 
@@ -44,6 +45,6 @@ def run(options: argparse.Namespace) -> int:
         f"bits of the first centres {found.bits:.3f}, at most {found.most_bits:.3f}   (0: they do not tell tasks apart)"
     )
     print(f"bits where prompts decide {found.prompt_bits:.3f}   (method=mjlora_prompt)")
-    print(found.advice)
+    print(fill(found.advice, 80))
     print(f"saved       {path}")
     return 0
