@@ -87,6 +87,8 @@ def test_what_to_try(between: float, own: float, draws: list[tuple[float, float]
     found = Forecast(["a", "b"], [[0.4, between], [between, own]], 0.0, 0.0, draws, bits, 3)
     assert advice in found.advice
     assert len(found.advice) <= 110
+    several = Forecast([*"abcde"], [[-0.1] * 5] * 5, 0.0, 0.0)
+    assert "The halves of a, b and 3 more do not" in several.advice
 
 
 def test_prompts_of_other_wording_are_told_apart_and_equal_ones_are_not(tiny: Path, tmp_path: Path) -> None:

@@ -83,9 +83,8 @@ class Forecast:
         """What was found on such mixtures; docs/studies.md says on which."""
         unsure = [task for place, task in enumerate(self.tasks) if self.cosines[place][place] <= 0]
         if unsure:
-            return (
-                f"The halves of {', '.join(unsure)} do not agree with themselves: nothing is known. Read more --rows."
-            )
+            named = ", ".join(unsure[:2]) + (f" and {len(unsure) - 2} more" if len(unsure) > 2 else "")
+            return f"The halves of {named} do not agree with themselves: nothing is known. Read more --rows."
         if self.agreement + 2 * (self.standard_error or 0.0) >= 0:
             return "Nothing says that the tasks are opposed, and no route was found to help then: take method=lora."
         if self.told_apart:

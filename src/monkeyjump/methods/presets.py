@@ -134,6 +134,16 @@ _add(
     **_BY_PROMPT,
 )
 
+_add(
+    "mjlora_prompt_random",
+    "Control of mjlora_prompt: the same with random centres, never fitted to data."
+    "\n\nNot of the paper. Both presets are alike.",
+    "lora",
+    shared_modules=PAPER_SHARED,
+    **_BY_PROMPT,
+    center_init="random_normalized",
+)
+
 # Controls: what a comparison needs before it may say that routing helps.
 for _name, _about, _settings in (
     (
@@ -144,10 +154,5 @@ for _name, _about, _settings in (
     ("mjlora_random", "Control: random centres, never fitted to data.", {"center_init": "random_normalized"}),
     ("mjlora_shuffled", "Control: the gates of other tokens of the batch, at random.", {"router": "shuffled"}),
     ("mjlora_oracle", "Control: the task id decides; needs `task_ids`.", {"granularity": "task"}),
-    (
-        "mjlora_prompt_random",
-        "Control of mjlora_prompt: the same with random centres, never fitted to data.",
-        {**_BY_PROMPT, "center_init": "random_normalized"},
-    ),
 ):
     _add(_name, _about + _ROUTED, "lora", shared_modules=PAPER_SHARED, **_settings)
