@@ -237,6 +237,7 @@ SAME_ADAPTER = {
 }
 PLAIN = {"mjlora": "lora", "mjlorafa": "lora_fa", "mjadalora": "adalora", "mjpropulsion": "propulsion"}
 STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135m-h200"
+SCORES = 3  # claims of the summary that are about scores
 TEXT, IMAGES = "compare-text14-study-smollm2-135m-h200", "pictures-vlm-tiny-h200"
 
 
@@ -251,10 +252,12 @@ def _headlines(records: Path, name: str) -> Table:
     saved = [1 - step[routed]["peak_bytes"] / step["moelora"]["peak_bytes"] for routed in SAME_ADAPTER]
     equal = all(size[routed] == size[plain] for routed, plain in PLAIN.items())
     text = _metrics(records, TEXT)["results"]["mean"]
-    on_text, mixture = (paired_difference(text["mjlora"], text[other]).interval for other in ("lora", "hydralora"))
+    on_text, mixture = (
+        paired_difference(text["mjlora"], text[other], SCORES).interval for other in ("lora", "hydralora")
+    )
     runs = json.loads((records / f"{IMAGES}.json").read_text(encoding="utf-8"))["runs"]
     images = {variant: [run["mean"] for run in runs[variant]] for variant in ("lora", "mjlora")}
-    on_images = paired_difference(images["mjlora"], images["lora"]).interval
+    on_images = paired_difference(images["mjlora"], images["lora"], SCORES).interval
     enough = sum(ratio >= 7 for ratio in times)
     rows = [
         [

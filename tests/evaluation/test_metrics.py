@@ -103,6 +103,9 @@ def test_paired_difference_is_the_paired_t_test():
     assert found.mean / found.standard_error == pytest.approx(expected.statistic)
     assert found.p_value == pytest.approx(expected.pvalue)
     assert (found.interval.low, found.interval.high) == pytest.approx((interval.low, interval.high))
+    together, wider = metrics.paired_difference(a, b, 4), expected.confidence_interval(1 - 0.05 / 4)
+    assert (together.interval.low, together.interval.high) == pytest.approx((wider.low, wider.high))
+    assert together.p_value == found.p_value
 
 
 def test_paired_difference_at_the_edges():

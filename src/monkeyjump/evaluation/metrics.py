@@ -85,14 +85,18 @@ class PairedDifference:
     n: int
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float]) -> PairedDifference:
-    """Compare two results pair by pair: the same seeds, or the same examples."""
+def paired_difference(a: Sequence[float], b: Sequence[float], comparisons: int = 1) -> PairedDifference:
+    """Compare two results pair by pair: the same seeds, or the same examples.
+
+    The interval has 95 %. Where several are read together it is widened, so that all `comparisons` of them hold the
+    true values with 95 % (Bonferroni).
+    """
     differences = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     n, center = len(differences), mean(list(differences))
     if n < 2:
         return PairedDifference(center, math.nan, Interval(math.nan, math.nan), math.nan, n)
     error = float(differences.std(ddof=1) / math.sqrt(n))
-    half = student_quantile(0.975, n - 1) * error
+    half = student_quantile(1 - 0.025 / comparisons, n - 1) * error
     p_value = 2 * (1 - student_cdf(abs(center) / error, n - 1)) if error > 0 else float(center == 0)
     return PairedDifference(center, error, Interval(center - half, center + half), p_value, n)
 

@@ -64,10 +64,13 @@ EQUAL = 0.005  # a difference that counts as none: half a point
 
 
 def verdicts(study: Study, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """What became of each expectation: `holds`, `does not` or `undecided`, with the difference and its interval."""
+    """What became of each expectation: `holds`, `does not` or `undecided`, with the difference and its interval.
+
+    Intervals are widened for the number of expectations, so that a verdict is not a matter of how many there are.
+    """
     values, found = {row["variant"]: row["values"] for row in rows}, []
     for left, sign, right in filter(None, map(expected, study.expect)):
-        difference = paired_difference(values[left], values[right])
+        difference = paired_difference(values[left], values[right], len(study.expect))
         low, high = difference.interval.low, difference.interval.high
         if sign == ">":
             holds, fails = low > 0, high < 0

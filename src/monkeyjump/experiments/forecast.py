@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from peft import get_peft_model
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from monkeyjump import methods
 from monkeyjump.analysis.rows import Rows, measure_usage
@@ -122,14 +123,18 @@ def forecast(recipe: Recipe, rows: int = 64, draws: int = 1, shared: Shared | No
     torch.manual_seed(recipe.seed)  # the adapter begins with random numbers
     plain = get_peft_model(base, methods.build("lora", "mj_paper", r=rank, dropout=0.0))
     examples = [load_examples(task, "train", recipe.data.folder, seed=recipe.seed) for task in tasks]
-    found = []
-    with fused_loss(plain, "auto", plain.device.type == "cuda", evaluation=True):
+    found, total = [], 2 * draws * sum(min(rows, len(there)) for there in examples)
+    with (
+        fused_loss(plain, "auto", plain.device.type == "cuda", evaluation=True),
+        tqdm(total=total, desc="gradients", unit="row", leave=False) as bar,
+    ):
         for draw in range(draws):
             halves = []
             for there in examples:
                 drawn = random.Random(recipe.seed + draw).sample(there, min(rows, len(there)))
                 for half in (drawn[::2], drawn[1::2]):
-                    halves.append(_gradient(plain, encoder, half) - _gradient(plain, encoder, passed_around(half)))
+                    own, others = (_gradient(plain, encoder, each, bar) for each in (half, passed_around(half)))
+                    halves.append(own - others)
             both = nn.functional.normalize(torch.stack(halves), dim=1).view(len(tasks), 2, -1)
             found.append(both[:, 0] @ both[:, 1].T)
     shared.give_back(plain, tokenizer)
@@ -156,13 +161,14 @@ def passed_around(examples: Sequence[Example]) -> list[Example]:
     return found
 
 
-def _gradient(model: Any, encoder: Encoder, examples: list[Example]) -> Tensor:
+def _gradient(model: Any, encoder: Encoder, examples: list[Example], bar: tqdm) -> Tensor:
     """Of the mean loss of a row, over all trained weights, in fp32."""
     model.zero_grad()
     collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
     for batch in Rows(encoder.encode_all(examples), collate):
         inputs = {key: batch[key].to(model.device) for key in READ if key in batch}
         (model(**inputs).loss * len(inputs["input_ids"])).backward()
+        bar.update(len(inputs["input_ids"]))
     found = [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
     return torch.cat(found) / len(examples)
 
