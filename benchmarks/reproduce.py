@@ -1,6 +1,6 @@
 """Make the runs behind docs/results.md and docs/studies.md on one GPU, what tells most first, until the time is over.
 
-    python benchmarks/reproduce.py --data DIR --output runs/all --minutes 25
+    python benchmarks/reproduce.py --data DIR --pictures DIR --output runs/all --minutes 25
 
 Two lanes go side by side: runs that fill a GPU, and small ones, which leave it waiting for the host. They share it by
 NVIDIA's MPS where it is installed. What is finished is kept, and the same command goes on; another machine takes it by
@@ -10,8 +10,10 @@ NVIDIA's MPS where it is installed. What is finished is kept, and the same comma
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,9 @@ import threading
 import time
 from pathlib import Path
 
+from pictures import write_tasks  # beside this file
+
+from monkeyjump.methods.presets import COMPARED, PEERS
 from monkeyjump.record import write_atomic
 
 HOME = Path(__file__).parent / "opposed"
@@ -28,6 +33,7 @@ MIXTURES = "moelora,mixlora,mola,more,moa,moe_lora_fa,moe_adalora,moe_propulsion
 PLAIN = "lora_fa,adalora,propulsion,mjlorafa,mjadalora,mjpropulsion,lime,flylora"
 SHORT = "train.max_steps=100 train.batch_size=8 train.eval_steps=100 evaluate.test_limit=200"
 DESKS = "tasks={tasks}/sst2-poster.yaml,{tasks}/sst2-complaints.yaml"  # prompts that differ in more than a word
+PHRASES = "tasks={tasks}/phrases-poster.yaml,{tasks}/phrases-complaints.yaml"  # of few words: a run is short
 QUICK = "--recipe quickstart adapter.dropout=0.0 train.max_steps=100 train.batch_size=16 train.eval_steps=100"
 # (folder under the output, command); runs in one folder are shared
 LANES = {
@@ -41,6 +47,11 @@ LANES = {
         ("text14", f"compare text14-study --methods lora,{PLAIN} --no-controls {SEARCH} --data {{data}}"),
     ),
     "small": (
+        (
+            "phrases",
+            f"ablate {HOME}/opposed.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 --widen "
+            "--lrs 2e-3,4e-3,8e-3 data.answer=text train.max_steps=300 train.batch_size=16 train.eval_steps=150",
+        ),
         (
             "desks",
             f"ablate {HOME}/opposed.yaml --recipe {HOME}/reviews.yaml name=desks {DESKS} --seeds 10 --widen "
@@ -57,7 +68,18 @@ LANES = {
             f"--methods prompt,random,oracle,ranks,hydralora --seeds 5 {SHORT}",
         ),
         ("studies", f"ablate all {QUICK} --seeds 3 --data {{data}} evaluate.test_limit=200 evaluate.before=false"),
-        ("bench", "bench step --methods all --modes graph --jobs 4"),
+        (
+            "pictures",
+            f"compare vlm-tiny --methods {','.join((*COMPARED, *PEERS))} --seeds 3 --lrs 1e-3,2e-3,4e-3 --widen "
+            "--data {pictures} tasks={seen} adapter.tasks=6 data.cap=null data.max_length=256 train.max_steps=400 "
+            "train.batch_size=32 train.eval_steps=200 evaluate.validation_limit=40 evaluate.test_limit=null "
+            "evaluate.before=false",
+        ),
+        ("step", "bench step --methods all --modes graph --jobs 4"),
+        (
+            "inference",
+            "bench inference --methods mjlora,moelora,hydralora,mola,moa --modes prefill,decode-graph --jobs 4",
+        ),
     ),
 }
 
@@ -89,8 +111,8 @@ class Lane(threading.Thread):
             print(f"{seconds:7.1f} s, status {process.returncode}: {' '.join(words)} (see {log})", flush=True)
 
 
-def own_tasks(data: Path, output: Path) -> Path:
-    """The task files of tasks asked both ways beside links to their data."""
+def own_tasks(data: Path, output: Path) -> None:
+    """The task files of tasks asked both ways beside links to their data, and short phrases of SST-2."""
     folder = output / "tasks"
     folder.mkdir(parents=True, exist_ok=True)
     for file in HOME.glob("*-*.yaml"):
@@ -98,7 +120,11 @@ def own_tasks(data: Path, output: Path) -> Path:
     for name in ("sst2", "qqp", "qnli"):
         if not (folder / name).exists():
             (folder / name).symlink_to(data.resolve() / name)
-    return folder
+    with gzip.open(data / "sst2" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [line for line in file if 2 <= len(json.loads(line)["sentence"].split()) <= 6]
+    random.Random(0).shuffle(rows)
+    for split, part in (("test", rows[:600]), ("train", rows[600:])):
+        write_atomic(folder / "phrases" / f"{split}.jsonl", "".join(part))
 
 
 def share_the_gpu(output: Path) -> None:
@@ -114,21 +140,27 @@ def share_the_gpu(output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the text tasks")
+    parser.add_argument("--pictures", type=Path, help="folder of the sets of pictures (default: runs without them)")
     parser.add_argument("--output", type=Path, default=Path("runs/all"))
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--jobs", default="4,6", metavar="FULL,SMALL", help="runs at a time in each lane; 0: none")
     parser.add_argument("--list", action="store_true", help="only show the commands")
     options = parser.parse_args()
-    places = {"data": options.data, "tasks": options.output / "tasks"}
+    own_tasks(options.data, options.output)
+    seen = write_tasks(options.pictures, None, options.output / "tasks") if options.pictures else []
+    places = {"data": options.data, "tasks": options.output / "tasks", "pictures": options.pictures}
     lanes = {
-        name: [(options.output / folder, command.format(**places).split()) for folder, command in commands]
+        name: [
+            (options.output / folder, command.format(**places, seen=",".join(seen)).split())
+            for folder, command in commands
+            if seen or folder != "pictures"
+        ]
         for name, commands in LANES.items()
     }
     if options.list:
         for commands in lanes.values():
             print(*(" ".join(["monkeyjump", *words, "--output", str(folder)]) for folder, words in commands), sep="\n")
         return
-    own_tasks(options.data, options.output)
     share_the_gpu(options.output)
     took: list[dict] = []
     end, jobs = time.time() + 60 * options.minutes, [int(count) for count in options.jobs.split(",")]

@@ -68,6 +68,23 @@ def test_a_slower_mixture_is_another_verdict(slower: float, verdict: str, tmp_pa
     assert row.endswith(f"| {verdict} |")
 
 
+@pytest.mark.parametrize(
+    ("moelora", "mola", "verdict"),
+    [(105.0, 100.0, "holds"), (115.0, 100.0, "holds in part"), (115.0, 120.0, "does not hold")],
+)
+def test_throughput_is_read_where_it_was_measured(tmp_path: Path, moelora: float, mola: float, verdict: str) -> None:
+    """MJ-LoRA decodes 120 tokens a second."""
+    shutil.copytree(RECORDS, tmp_path, dirs_exist_ok=True)
+    record = json.loads((RECORDS / "bench-inference-qwen2-0.5b-h200.json").read_text())
+    speeds = {"base": 150.0, "peft-lora": 90.0, "mjlora": 120.0, "moelora": moelora, "mola": mola}
+    rows = [{"variant": name, "mode": "decode-graph", "tokens_per_second": speed} for name, speed in speeds.items()]
+    record["metrics"] = {"rows": [*rows, {"variant": "mola", "mode": "prefill", "tokens_per_second": 1.0}]}
+    (tmp_path / "bench-inference-mixtures-qwen2-0.5b-h200.json").write_text(json.dumps(record))
+    table = rendered("<!-- table: headlines -->\n", tmp_path)
+    (row,) = [line for line in table.splitlines() if "throughput" in line]
+    assert row.endswith(f"| {verdict} |")
+
+
 def test_a_kind_of_table_that_does_not_exist_is_named() -> None:
     with pytest.raises(ConfigError, match="table: metods is not known: choose among methods, tasks"):
         rendered("<!-- table: metods x -->\n", RECORDS)
