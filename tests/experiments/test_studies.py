@@ -14,6 +14,7 @@ from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import ablate, compare
 from monkeyjump.experiments.study import PLAIN, Study, grid_of, load_study, names, variants_of
+from monkeyjump.record import write_atomic
 from monkeyjump.training.recipe import load_recipe
 from tests.experiments.test_compare import FakeRuns, fakes
 from tests.tiny_folder import save_tiny_model, write_recipe
@@ -135,6 +136,7 @@ def test_all_studies_are_one_grid(
         return []
 
     monkeypatch.setattr(ablate, "draw_figures", figures)
+    monkeypatch.setattr(ablate, "plot_study", lambda study, rows, path: write_atomic(path, study.title))
     monkeypatch.setattr(compare, "look_at", lambda *_: [])
     words = ["ablate", "all", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path / "out")]
     assert main([*words, "--dry-run"]) == 0

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 import monkeyjump as mj
 from tests.helpers import adapted, lm_batch, routing_state, tiny_llama
 
-STEPS = int(os.environ.get("MONKEYJUMP_STEPS", "240"))
+STEPS = int(os.environ.get("MONKEYJUMP_STEPS", "140"))
 ADAPTERS = int(os.environ.get("MONKEYJUMP_ADAPTERS", "12"))
 
 

@@ -99,20 +99,17 @@ def test_shards_are_refused(name: str, recipe: Path, monkeypatch: pytest.MonkeyP
         run(load_recipe(str(recipe), []))
 
 
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"],
-    "accelerate launch": [
-        *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
-        *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
-    ],
-}
+# It ends in the function that `torchrun` is.
+LAUNCHER = (
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers(launcher: str, recipe: Path) -> None:
-    folder = recipe.parent / launcher.replace(" ", "-")
+def test_a_launcher(recipe: Path) -> None:
+    folder = recipe.parent / "launched"
     few = ["train.max_steps=1", "train.eval_steps=1", "train.save_steps=1", "evaluate.test_limit=2", "data.cap=8"]
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "monkeyjump", "train", str(recipe), f"output={folder}"]
+    command = [sys.executable, "-m", *LAUNCHER, "-m", "monkeyjump", "train", str(recipe), f"output={folder}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     found = subprocess.run([*command, *few], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stderr[-3000:]
