@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
+from PIL import ImageOps
+from PIL.Image import Image
 from transformers import Trainer
 
 import monkeyjump as mj
 from monkeyjump.cli.main import main
 from monkeyjump.evaluation.load import load_adapter
 from monkeyjump.evaluation.run import evaluate
+from monkeyjump.experiments.forecast import forecast
 from monkeyjump.models import load_model
 from monkeyjump.tasks import expand
+from monkeyjump.tasks import pictures as task_pictures
 from monkeyjump.tasks.collate import PaddingCollator
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.tasks.load import load_examples
+from monkeyjump.tasks.media import Media, read_frames
 from monkeyjump.training.compile import compiled
 from monkeyjump.training.features import Features
 from monkeyjump.training.recipe import load_recipe
@@ -226,3 +231,19 @@ def test_features_of_a_trained_tower_are_not_kept(recipe_file: Path, tmp_path: P
     words = [f"output={tmp_path}", "data.keep_features=true", "adapter.modules_to_save=[multi_modal_projector]"]
     with pytest.raises(mj.ConfigError, match=r"multi_modal_projector.* is trained"):
         run(load_recipe(str(recipe_file), words))
+
+
+def test_a_forecast_sees_clips(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other frames are another forecast of the clips' task, and the same of the texts."""
+    recipe = load_recipe(str(recipe_file), ["data.answer=text"])
+    recipe = recipe.model_copy(update={"tasks": ["opinion", str(recipe_file.parent / "tamper.yaml")]})
+    found = forecast(recipe, rows=8)
+
+    def negatives(media: Media, count: int) -> list[Image]:
+        return [ImageOps.invert(frame) for frame in read_frames(media, count)]
+
+    monkeypatch.setattr(task_pictures, "read_frames", negatives)
+    other = forecast(recipe, rows=8)
+    assert found.tasks == other.tasks == ["opinion", "tampered"]
+    assert found.cosines[0][0] == pytest.approx(other.cosines[0][0], abs=1e-6)
+    assert found.cosines[1][1] != pytest.approx(other.cosines[1][1], abs=1e-3)

@@ -34,10 +34,11 @@ from monkeyjump.training.fused_loss import fused_loss
 from monkeyjump.training.recipe import Recipe
 from monkeyjump.training.shared import Shared
 from monkeyjump.tuner.centers.calibrate import initialize_centers
+from monkeyjump.tuner.centers.sample import forward_inputs
+from monkeyjump.tuner.model import require_context
 
 Cosines = list[list[float]]
 PLACES = ("target_modules", "shared_modules", "layers_to_transform", "layers_to_route")  # where adapters are
-READ = ("input_ids", "attention_mask", "labels", "pixel_values", "image_sizes")
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,11 @@ def passed_around(examples: Sequence[Example]) -> list[Example]:
 def _gradient(model: Any, encoder: Encoder, examples: list[Example], bar: tqdm) -> Tensor:
     """Of the mean loss of a row, over all trained weights, in fp32."""
     model.zero_grad()
+    base = require_context(model).base
     collate = PaddingCollator(encoder.tokenizer.pad_token_id, pictures=encoder.pictures)
     for batch in Rows(encoder.encode_all(examples), collate):
-        inputs = {key: batch[key].to(model.device) for key in READ if key in batch}
+        inputs = forward_inputs(base, batch, model.device)
+        inputs.pop("logits_to_keep", None)  # the loss needs them where the answer is
         (model(**inputs).loss * len(inputs["input_ids"])).backward()
         bar.update(len(inputs["input_ids"]))
     found = [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
