@@ -125,8 +125,9 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     granularity: str = choice("Who decides", "token", "sequence", "task")
     sequence_token: str = choice("granularity='sequence': the state that decides", "prompt", "last", "mean", "max")
     task_experts: list[int] | int | None = numbers(
-        "granularity='task': the expert (by position) of each task id; or a number of groups that experts are dealt "
-        "to in turn, where task i takes all of group i mod groups; None: task i takes expert i mod E.", None, 0,
+        "granularity='task': the expert (by position) of each task id. Or a number of groups that experts are dealt "
+        "out to in turn: task i takes all of group i mod groups; where centres decide, a group has a centre and top_k "
+        "counts groups. None: task i takes expert i mod E, and every expert has its centre.", None, 0,
         "one expert position >= 0 per task id, or the number of groups", "e.g. [0, 1, 2], or 2", lone=True, empty=False,
     )  # fmt: skip
     route_space: str = choice(
@@ -198,6 +199,11 @@ class MonkeyJumpConfig(PeftConfig, OptionKinds):
     @property
     def scaling(self) -> float:
         return self.alpha / self.r
+
+    @property
+    def groups(self) -> int | None:
+        """How many groups share a centre, where centres decide and experts are dealt out to groups."""
+        return self.task_experts if self.uses_centers and isinstance(self.task_experts, int) else None
 
     @property
     def units(self) -> int:

@@ -89,6 +89,14 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"granularity": "task", "task_experts": [0, 5]},
         [r"task_experts=\[0, 5\] names expert 5, but block 'model\.layers\.0' has only experts 0\.\.2"],
     ),
+    "more groups than experts": (
+        {"task_experts": 4},
+        [r"task_experts=4 deals the 3 experts of block 'model\.layers\.0' out.*at least 2 and at most 3 groups"],
+    ),
+    "more groups chosen than there are": (
+        {"task_experts": 1},
+        [r"task_experts=1 deals .* jumps to top_k=2: use at least 2"],
+    ),
     "several at once": (
         {"target_modules": ["q_proj", "k_proj", "nope"], "shared_modules": None, "layers_to_route": [5], "top_k": 1},
         ["target_modules names 'nope'", r"layers_to_route=\[5\]"],
@@ -185,11 +193,11 @@ def test_nan_states_in_kmeans() -> None:
 def test_fewer_tokens_than_experts() -> None:
     model = wrap(tiny_llama(), center_init="kmeans")
     before = routing_state(model)
-    with pytest.raises(mj.ConfigError, match=r"3 experts but only 2 tokens were found.*more data"):
+    with pytest.raises(mj.ConfigError, match=r"3 centres but only 2 tokens were found.*more data"):
         mj.initialize_centers(model, [{"input_ids": token_ids(1, 2)}], progress=False)
     assert_same(before, routing_state(model))
     sequence = wrap(tiny_llama(), center_init="kmeans", granularity="sequence")
-    with pytest.raises(mj.ConfigError, match=r"3 experts but only 2 sequences"):
+    with pytest.raises(mj.ConfigError, match=r"3 centres but only 2 sequences"):
         mj.initialize_centers(sequence, [lm_batch(batch=2, length=20)], progress=False)
 
 

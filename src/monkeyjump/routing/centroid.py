@@ -42,7 +42,8 @@ def decide(
 
     They are [B, T, E], or [B, 1, E] where a whole row shares one decision. The sums and counts that feed the EMA are
     written `into` their place, if one is given. Autocast is off: similarities of nearly parallel vectors need fp32.
-    Noise changes the gates only; the statistics that move the centres follow the clean assignment.
+    Noise changes the gates only; the statistics that move the centres follow the clean assignment. Experts of a group
+    (`task_experts`) have the same centre, so the first of each group is compared and decides for all of them.
     """
     if torch.is_autocast_enabled(h.device.type):
         with torch.autocast(h.device.type, enabled=False):
@@ -51,6 +52,7 @@ def decide(
     # The kernel only computes cosines of every token by itself, and draws no noise.
     plain = selection.pool is None and selection.source is None and mean is None and config.mean_gate is None
     plain = plain and config.similarity == "cosine" and not (training and config.jitter > 0)
+    plain = plain and config.groups is None
     if plain and dispatch.uses_kernels(h):
         from monkeyjump.ops import routing
 
@@ -63,9 +65,10 @@ def decide(
     if selection.pool is not None:
         h = pool(h, selection)
     u = ops.features(h, mean, normalize=config.ema_space == "normalized")
-    logits = ops.similarity_logits(u, torch.stack(centers), config.similarity)
+    logits = ops.similarity_logits(u, torch.stack(centers[: config.groups]), config.similarity)
     noisy = logits + config.jitter * torch.randn_like(logits) if training and config.jitter > 0 else logits
     gates = ops.gates(noisy, config.top_k, config.temperature, config.renormalize)
+    gates = dealt_out(gates, len(centers), -1)
     if config.mean_gate is not None:
         gates = gates * (config.mean_gate / gates.mean(-1, keepdim=True).clamp_min(ops.EPS))
     if selection.source is not None:
@@ -73,9 +76,15 @@ def decide(
     if into is not None:
         queries = None if selection.queries is None else selection.queries.to(h.device)
         sums, counts = ops.cluster_sums(u, ops.top_k_mask(logits, member_k), queries)
-        torch._foreach_copy_(into.sums, list(sums.unbind()))
-        torch._foreach_copy_(into.counts, list(counts.unbind()))
+        torch._foreach_copy_(into.sums, list(dealt_out(sums, len(centers)).unbind()))
+        torch._foreach_copy_(into.counts, list(dealt_out(counts, len(centers)).unbind()))
     return gates
+
+
+def dealt_out(x: Tensor, experts: int, dim: int = 0) -> Tensor:
+    """From an entry for each group to one for each expert: experts are dealt out to the groups in turn."""
+    groups = x.shape[dim]
+    return x if groups == experts else x.index_select(dim, torch.arange(experts, device=x.device) % groups)
 
 
 def uniform_gates(h: Tensor, experts: int, config: MonkeyJumpConfig) -> Tensor:

@@ -258,6 +258,11 @@ def _count_problems(routed_by_block: dict[str, list[str]], config: MonkeyJumpCon
             f"top_k={config.top_k} is larger than the {len(routed)} routed projection(s) {names}{ranks} of block "
             f"{home!r}: lower top_k to {experts} or less, or route more projections."
         )
+    if config.groups is not None and not (config.top_k or 1) <= config.groups <= experts:
+        found.append(
+            f"task_experts={config.groups} deals the {experts} experts of block {home!r} out to as many groups, of "
+            f"which a token jumps to top_k={config.top_k}: use at least {config.top_k} and at most {experts} groups."
+        )
     by_task = [] if isinstance(config.task_experts, int | None) else config.task_experts
     if (last := max(by_task, default=0)) >= experts:
         found.append(

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.errors import ConfigError
 from monkeyjump.ops import reference as ops
+from monkeyjump.routing.centroid import dealt_out
 from monkeyjump.routing.kmeans import spherical_kmeans
 from monkeyjump.tuner.centers.pool_ranks import pool_ranks, several_ranks
 from monkeyjump.tuner.centers.sample import PAPERS_TOKENS, TokenCollector, collect, default_sample
@@ -79,8 +80,8 @@ def initialize_centers(
         )
     tokens = num_tokens or config.init_tokens or _default_sample(model, config, progress)
     routers = [router for router in context.routers() if name in router.layers]
-    experts = [(router.path, len(router.names[name])) for router in routers]
-    asked = tokens, seed, restarts, *(getattr(config, field) for field in _DECIDING), *experts
+    counts = [(router.path, _count(router, name)) for router in routers]
+    asked = tokens, seed, restarts, *(getattr(config, field) for field in _DECIDING), *counts
     known = {} if known is None else known
     if asked not in known:
         collector = TokenCollector(name, config, tokens)
@@ -105,11 +106,11 @@ def compile_early(model: nn.Module) -> None:
         return
     for name, config in router.configs.items():
         if config.uses_centers and config.center_init == "kmeans":
-            width, experts = router.layers[name][0].monkeyjump_center[name].shape[-1], len(router.names[name])
+            width, count = router.layers[name][0].monkeyjump_center[name].shape[-1], _count(router, name)
             generator = torch.Generator(parameter.device).manual_seed(0)
             tokens = torch.empty(1, _FEW_TOKENS, width, dtype=parameter.dtype, device=parameter.device)
             tokens.normal_(generator=generator)
-            Thread(target=spherical_kmeans, args=(tokens, experts), kwargs={"max_iter": 1}, daemon=True).start()
+            Thread(target=spherical_kmeans, args=(tokens, count), kwargs={"max_iter": 1}, daemon=True).start()
 
 
 def _all_centers(
@@ -159,7 +160,7 @@ def draw_random_centers(context: RoutingContext, adapter_name: str, seed: int) -
 
 def _random_centers(router: BlockRouter, adapter_name: str, seed: int) -> Tensor:
     width = router.layers[adapter_name][0].monkeyjump_center[adapter_name].shape[-1]
-    centers = torch.randn(len(router.names[adapter_name]), width, generator=_generator(router, seed))
+    centers = torch.randn(_count(router, adapter_name), width, generator=_generator(router, seed))
     if router.configs[adapter_name].center_init == "random_normalized":
         centers = torch.nn.functional.normalize(centers, dim=-1)
     return centers
@@ -187,11 +188,11 @@ def _check_sample(collector: TokenCollector, routers: list[BlockRouter]) -> None
         if router.path not in collector.tokens:
             problems.append(f"block {router.path!r} never ran on this data, so it has no tokens to place centres by.")
             continue
-        sample, experts = collector.sample(router), len(router.names[collector.adapter_name])
-        if sample.shape[0] < experts:
+        sample, count = collector.sample(router), _count(router, collector.adapter_name)
+        if sample.shape[0] < count:
             what = "sequences" if collector.config.granularity == "sequence" else "tokens"
             problems.append(
-                f"block {router.path!r} has {experts} experts but only {sample.shape[0]} {what} were found: "
+                f"block {router.path!r} has {count} centres but only {sample.shape[0]} {what} were found: "
                 "give initialize_centers more data."
             )
         bad = int((~torch.isfinite(sample).all(-1)).sum())
@@ -210,7 +211,7 @@ def _chunks(routers: list[BlockRouter], collector: TokenCollector) -> Iterator[l
 
     def kind(router: BlockRouter) -> tuple:
         device = router.layers[name][0].monkeyjump_center[name].device
-        return collector.sample(router).shape, len(router.names[name]), device
+        return collector.sample(router).shape, _count(router, name), device
 
     for (shape, *_), group in groupby(routers, kind):
         alike, most = list(group), max(1, CLUSTERED_AT_ONCE // (4 * shape.numel()))
@@ -221,9 +222,9 @@ def _chunks(routers: list[BlockRouter], collector: TokenCollector) -> Iterator[l
 def _centers_of(
     routers: list[BlockRouter], collector: TokenCollector, seed: int, restarts: int
 ) -> list[tuple[Tensor, Tensor | None, list[float]]]:
-    """For each block: centres [E, D], mean direction or None, share of the sample nearest to each centre."""
+    """For each block: centres [C, D], mean direction or None, share of the sample nearest to each centre."""
     config, name = collector.config, collector.adapter_name
-    experts = len(routers[0].names[name])
+    count = _count(routers[0], name)
     h_LND = torch.stack([collector.sample(router) for router in routers])
     h_LND = h_LND.to(routers[0].layers[name][0].monkeyjump_center[name].device)
     means: list[Tensor | None] = [None] * len(routers)
@@ -231,7 +232,7 @@ def _centers_of(
         means = [ops.features(h, None, normalize=True).mean(0) for h in h_LND]
         h_LND = torch.stack([ops.features(h, mean, normalize=False) for h, mean in zip(h_LND, means, strict=True)])
     if config.center_init == "kmeans":
-        result = spherical_kmeans(h_LND, experts, seed=seed, restarts=restarts)
+        result = spherical_kmeans(h_LND, count, seed=seed, restarts=restarts)
         centers = result.centers if config.ema_space == "normalized" else result.centers * result.mean_norms[..., None]
     else:
         centers = torch.stack([_drawn(router, h, collector, seed) for router, h in zip(routers, h_LND, strict=True)])
@@ -239,7 +240,7 @@ def _centers_of(
     for h, center, mean in zip(h_LND, centers, means, strict=True):
         u = ops.features(h, None, normalize=config.ema_space == "normalized")
         nearest = ops.similarity_logits(u, center, config.similarity).argmax(-1)
-        shares = torch.bincount(nearest, minlength=experts) / nearest.shape[0]
+        shares = torch.bincount(nearest, minlength=count) / nearest.shape[0]
         found.append((center, mean, shares.tolist()))
     return found
 
@@ -248,8 +249,13 @@ def _drawn(router: BlockRouter, h: Tensor, collector: TokenCollector, seed: int)
     """Centres that are random tokens of the sample, or random vectors."""
     if collector.config.center_init != "random_tokens":
         return _random_centers(router, collector.adapter_name, seed).to(h.device)
-    rows = torch.randperm(h.shape[0], generator=_generator(router, seed))[: len(router.names[collector.adapter_name])]
+    rows = torch.randperm(h.shape[0], generator=_generator(router, seed))[: _count(router, collector.adapter_name)]
     return ops.features(h[rows.to(h.device)], None, normalize=collector.config.ema_space == "normalized")
+
+
+def _count(router: BlockRouter, name: str) -> int:
+    """The centres of a block: one for each expert, or for each group that experts are dealt out to."""
+    return router.configs[name].groups or len(router.names[name])
 
 
 def _generator(router: BlockRouter, seed: int) -> torch.Generator:
@@ -259,8 +265,8 @@ def _generator(router: BlockRouter, seed: int) -> torch.Generator:
 
 @torch.no_grad()
 def _set_centers(router: BlockRouter, name: str, centers: Tensor, mean: Tensor | None) -> None:
-    """Write the centres and start the schedule at zero."""
-    layers = router.layers[name]
+    """Write the centres, of experts or of their groups, and start the schedule at zero."""
+    layers, centers = router.layers[name], dealt_out(centers, len(router.names[name]))
     for layer, own in zip(layers, centers.unflatten(0, (len(layers), -1)), strict=True):
         center = layer.monkeyjump_center[name]
         center.copy_(_same_on_all_ranks(own.to(center.device).view_as(center)))

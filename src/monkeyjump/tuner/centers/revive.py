@@ -29,7 +29,9 @@ def revive_experts(
         centers = [row for center in own for row in center.view(-1, center.shape[-1])]
         share = loads[router.key].share
         busiest = centers[share.index(max(share))].clone()
-        for name in experts[router.key]:
-            generator = torch.Generator().manual_seed(seed + zlib.crc32(f"{router.key}/{name}".encode()))
+        groups = router.configs[adapter_name].groups or len(names)
+        for place in map(names.index, experts[router.key]):
+            first = names[place % groups]  # of its group, whose experts have one centre
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(f"{router.key}/{first}".encode()))
             step = nn.functional.normalize(torch.randn(len(busiest), generator=generator), dim=0).to(busiest)
-            centers[names.index(name)].copy_(busiest + NEARBY * busiest.norm() * step)
+            centers[place].copy_(busiest + NEARBY * busiest.norm() * step)
