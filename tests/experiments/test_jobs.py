@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
@@ -26,6 +30,7 @@ from monkeyjump.training.fast import FastSettings
 from monkeyjump.training.folder import locked
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.shared import Shared
+from tests.experiments import orphan
 from tests.experiments.test_compare import FakeRuns, assert_same_adapter, compare
 from tests.tiny_folder import save_tiny_model, write_recipe
 
@@ -224,6 +229,22 @@ def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFi
         assert {k: v for k, v in one["metrics"].items() if k not in timed} == {
             k: v for k, v in two["metrics"].items() if k not in timed
         }
+
+
+def test_workers_stop_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """As by Ctrl-C, also where the shell of the parent ignores that."""
+    log = tmp_path / "log"
+    with subprocess.Popen([sys.executable, "-m", orphan.__name__, str(log)]) as parent:
+        wait_for(lambda: log.exists() and log.read_text() == "busy")
+        parent.kill()
+    wait_for(lambda: log.read_text() == "stopped")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_number_of_jobs_is_checked(capsys: pytest.CaptureFixture[str]) -> None:

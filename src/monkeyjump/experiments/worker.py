@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import threading
 import traceback
 from contextlib import suppress
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,6 +27,7 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C goes to the parent alone, which tells its workers
+    stop_with_parent()
     without_advice_to_others()
     with suppress(EOFError, OSError, KeyboardInterrupt):
         recipe, test = connection.recv()
@@ -51,6 +55,18 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
             recipe, test = connection.recv()
             _print_to(recipe.folder / LOG)
     gc.unfreeze()
+
+
+def stop_with_parent() -> None:
+    """Where the parent is killed, stop as by Ctrl-C, with a checkpoint and a record, instead of going on unseen."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the parent with & ignores it
+    if (parent := parent_process()) is not None:
+
+        def watch() -> None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _print_to(path: Path) -> None:
