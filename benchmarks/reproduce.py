@@ -49,8 +49,9 @@ LANES = {
     "small": (
         (
             "phrases",
-            f"ablate {HOME}/opposed.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 --widen "
-            "--lrs 2e-3,4e-3,8e-3 data.answer=text train.max_steps=300 train.batch_size=16 train.eval_steps=150",
+            f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 --widen "
+            "--lrs 4e-3,8e-3 adapter.r=2 data.answer=text train.max_steps=80 train.batch_size=16 train.eval_steps=80 "
+            "evaluate.test_limit=200 evaluate.validation_limit=100",
         ),
         (
             "desks",
