@@ -2,8 +2,9 @@
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
 KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `map` or
-`place` of a study, `pictures`, `serving`, or has no name: `forecasts` of all mixtures, `claims`, every claim of the
-paper that a study tests, and `headlines`, what its summary says, with what became of it. A line
+`place` of a study, `pictures`, `serving`, or has no name: `forecasts` of all mixtures, `advice` of them beside what
+training found, `claims`, every claim of the paper that a study tests, and `headlines`, what its summary says, with what
+became of it. A line
 `<!-- figure: study NAME -->` stands above the picture of a study.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,6 +22,7 @@ from PIL import Image
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import Interval, holm, paired_difference
 from monkeyjump.experiments.ablate import EQUAL, digest, plot_study, verdicts
+from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import spread
 from monkeyjump.record import read_record, write_atomic
@@ -183,6 +186,37 @@ def _forecasts(records: Path, name: str) -> Table:
     return Table("", ["mixture", "tasks", "rows", "agreement", "bits, recipe", "bits, by prompt"], rows)
 
 
+def _advice(records: Path, name: str) -> Table:
+    """What a forecast advises for mixtures that were trained, and what their routed methods have more than LoRA."""
+    rows = []
+    for said, (done, routed) in TRAINED.items():
+        record, means = read_record(records / f"{said}.json"), _means(records, done)
+        known = {part.name for part in fields(Forecast)}
+        found = Forecast(**{key: value for key, value in record.metrics.items() if key in known})
+        advised = re.search(r"method=(\w+)", found.advice)
+        gains = [f"{variant} {_gain(means[variant], means['lora'])}" for variant in routed]
+        error = "" if found.standard_error is None else f" ± {found.standard_error:.2f}"
+        words = [record.name, f"{found.agreement:+.2f}{error}", f"{found.prompt_bits:.3f}"]
+        rows.append([*words, advised[1] if advised else "more rows", "; ".join(gains)])
+    return Table("", ["mixture", "agreement", "bits, by prompt", "advice", "less LoRA, points"], rows, left=5)
+
+
+def _gain(values: list[float], base: list[float]) -> str:
+    found = paired_difference(values, base)
+    return f"{100 * found.mean:+.1f} (one seed)" if found.n < 2 else _interval(found.interval)
+
+
+def _means(records: Path, name: str) -> dict[str, list[float]]:
+    """The mean of every seed by method or variant, of a comparison, a study or the pictures."""
+    content = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
+    if "runs" in content:
+        return {variant: [run["mean"] for run in runs] for variant, runs in content["runs"].items()}
+    metrics = content["metrics"]
+    if "results" in metrics:
+        return metrics["results"]["mean"]
+    return {row["variant"]: row["values"] for row in metrics["rows"]}
+
+
 def _pictures(records: Path, name: str) -> Table:
     """A line for each variant of benchmarks/pictures.py: its tasks in per cent, and MJ-LoRA's mean less its own."""
     record = json.loads((records / f"{name}.json").read_text(encoding="utf-8"))
@@ -246,6 +280,17 @@ SAME_ADAPTER = {
 PLAIN = {"mjlora": "lora", "mjlorafa": "lora_fa", "mjadalora": "adalora", "mjpropulsion": "propulsion"}
 DECODING = "bench-inference-mixtures-qwen2-0.5b-h200"
 STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135m-h200"
+# what was forecast, and what was trained on the same mixture, with the methods that route
+TRAINED = {
+    "forecast-text14-smollm2-135m-cpu": ("compare-text14-study-smollm2-135m-h200", ("mjlora", "mjlora_oracle")),
+    "forecast-pictures-vlm-tiny-cpu": ("pictures-vlm-tiny-h200", ("mjlora", "mjlora centred")),
+    "forecast-builtin-smollm2-135m-cpu": ("compare-builtin17-smollm2-135m-h200", ("mjlora",)),
+    "forecast-reviews-smollm2-135m-cpu": ("opposed-reviews-smollm2-135m-h200", ("oracle", "sequence")),
+    "forecast-rules-128-rows-smollm2-135m-cpu": (
+        "conflict-by-prompt-again-smollm2-135m-h200",
+        ("oracle", "one of three, still"),
+    ),
+}
 SCORES = 3  # claims of the summary that are about scores
 TEXT, IMAGES = "compare-text14-study-smollm2-135m-h200", "pictures-vlm-tiny-h200"
 
@@ -260,12 +305,10 @@ def _headlines(records: Path, name: str) -> Table:
     slower = [step["moelora"]["median_ms"] / step[routed]["median_ms"] for routed in SAME_ADAPTER]
     saved = [1 - step[routed]["peak_bytes"] / step["moelora"]["peak_bytes"] for routed in SAME_ADAPTER]
     equal = all(size[routed] == size[plain] for routed, plain in PLAIN.items())
-    text = _metrics(records, TEXT)["results"]["mean"]
+    text, images = _means(records, TEXT), _means(records, IMAGES)
     on_text, mixture = (
         paired_difference(text["mjlora"], text[other], SCORES).interval for other in ("lora", "hydralora")
     )
-    runs = json.loads((records / f"{IMAGES}.json").read_text(encoding="utf-8"))["runs"]
-    images = {variant: [run["mean"] for run in runs[variant]] for variant in ("lora", "mjlora")}
     on_images = paired_difference(images["mjlora"], images["lora"], SCORES).interval
     enough = sum(ratio >= 7 for ratio in times)
     rows = [
@@ -329,7 +372,8 @@ def _beats(gain: Interval, record: str) -> list[str]:
 
 TABLES = {
     "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "place": _place, "pictures": _pictures,
-    "serving": _serving, "forecasts": _forecasts, "routed": _routed, "claims": _claims, "headlines": _headlines,
+    "serving": _serving, "forecasts": _forecasts, "advice": _advice, "routed": _routed, "claims": _claims,
+    "headlines": _headlines,
 }  # fmt: skip
 
 
