@@ -55,8 +55,8 @@ CARDS = {
     "mjpropulsion": Card("y_i = W_i x * (1 + m_i(h) (p_i^15 - 1))", "The same with the fewest parameters."),
     "lime": Card("y = W x + s B A x * (sum_e w_e v_e + g v)", "A parameter-free router that reads outputs."),
     "flylora": Card("y = W x + s B top_k(A x), A frozen and sparse", "Routing among many ranks, only B trained."),
-    "mjlora_prompt": Card("as mjlora, m = [i = argmax cos(mean h of the prompt, c_i)]", "Tasks are opposed, and their "
-                          "prompts tell them apart; compare with `mjlora_prompt_random`."),
+    "mjlora_prompt": Card("as mjlora, for rank r of each: m_r = [r mod N = argmax cos(mean h of the prompt, c_n)]",
+                          "Tasks are opposed, and their prompts tell them apart; compare with `mjlora_prompt_random`."),
     "mjlora_uniform": Card("y_i = W_i x + 0.23 s B_i A_i x", "The control that any routed result needs."),
     "mjlora_random": Card("as mjlora, with random centres", "The control for k-means."),
     "mjlora_shuffled": Card("as mjlora, with the gates of other tokens", "The control for who gets which gate."),

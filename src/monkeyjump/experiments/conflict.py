@@ -23,6 +23,7 @@ from monkeyjump.experiments.comparison import Comparison, failed
 from monkeyjump.experiments.conflict_tasks import ANSWERS, Setting, write_tasks
 from monkeyjump.experiments.forecast import forecast
 from monkeyjump.experiments.tables import in_seeds, spread, stem_of
+from monkeyjump.methods.presets import PAPER_TARGETS
 from monkeyjump.models import resolve
 from monkeyjump.record import write_atomic, write_record
 from monkeyjump.registry import did_you_mean
@@ -200,6 +201,8 @@ def _settings(method: str, setting: Setting, model: str) -> list[str]:
         own.append(f"adapter.top_k={-(-3 * setting.rank // 2)}")  # half of the ranks of q, k and v
     elif method == "oracle":
         own.append(f"adapter.task_experts={setting.rules}")
+    elif method in ("prompt", "random"):  # a group for each rule, as far as the ranks go
+        own.append(f"adapter.task_experts={min(setting.rules, len(PAPER_TARGETS) * setting.rank)}")
     named = REFERENCES | ROUTED | MIXTURES
     return [*named.get(method, REFERENCES[LORA]), *own]
 

@@ -123,14 +123,15 @@ _add(
 _BY_PROMPT: dict[str, Any] = {
     **{"granularity": "sequence", "sequence_token": "mean", "route_space": "centered"},
     **{"top_k": 1, "renormalize": True, "ema_stop": 0},
+    **{"expert_unit": "rank", "task_experts": 2, "shared_modules": []},
 }
 _add(
     "mjlora_prompt",
-    "Monkey Jump by the prompt: the mean state of a prompt chooses one of q, k and v for the whole text. It has a gate "
-    "of 1, the other two are off, and centres stay where k-means left them. For tasks that oppose each other and that "
-    "their prompts tell apart (`monkeyjump forecast`).\n\nNot of the paper. o and gate shared; both presets are alike.",
+    "Monkey Jump by the prompt: the mean state of a prompt chooses one of two groups for the whole text. The ranks of "
+    "every projection are dealt out to the groups (`task_experts` of them); those of the chosen one have a gate of 1, "
+    "all others are off, and centres stay where k-means left them. For tasks that oppose each other and that their "
+    "prompts tell apart (`monkeyjump forecast`).\n\nNot of the paper. Nothing is shared; both presets are alike.",
     "lora",
-    shared_modules=PAPER_SHARED,
     **_BY_PROMPT,
 )
 
@@ -139,7 +140,6 @@ _add(
     "Control of mjlora_prompt: the same with random centres, never fitted to data."
     "\n\nNot of the paper. Both presets are alike.",
     "lora",
-    shared_modules=PAPER_SHARED,
     **_BY_PROMPT,
     center_init="random_normalized",
 )
