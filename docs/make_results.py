@@ -283,9 +283,9 @@ STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135
 # what was forecast, and what was trained on the same mixture, with the methods that route
 TRAINED = {
     "forecast-text14-smollm2-135m-cpu": ("compare-text14-study-smollm2-135m-h200", ("mjlora", "mjlora_oracle")),
-    "forecast-pictures-vlm-tiny-cpu": ("pictures-vlm-tiny-h200", ("mjlora", "mjlora centred")),
     "forecast-builtin-smollm2-135m-cpu": ("compare-builtin17-smollm2-135m-h200", ("mjlora",)),
     "forecast-reviews-smollm2-135m-cpu": ("opposed-reviews-smollm2-135m-h200", ("oracle", "sequence")),
+    "forecast-phrases-smollm2-135m-cpu": ("groups-phrases-smollm2-135m-cpu", ("by the task", "by the prompt")),
     "forecast-rules-128-rows-smollm2-135m-cpu": (
         "conflict-by-prompt-again-smollm2-135m-h200",
         ("oracle", "one of three, still"),
