@@ -196,7 +196,8 @@ def _advice(records: Path, name: str) -> Table:
         advised = re.search(r"method=(\w+)", found.advice)
         gains = [f"{variant} {_gain(means[variant], means['lora'])}" for variant in routed]
         error = "" if found.standard_error is None else f" ± {found.standard_error:.2f}"
-        words = [record.name, f"{found.agreement:+.2f}{error}", f"{found.prompt_bits:.3f}"]
+        bits = f"{found.prompt_bits:.3f}" if "prompt_bits" in record.metrics else ""
+        words = [record.name, f"{found.agreement:+.2f}{error}", bits]
         rows.append([*words, advised[1] if advised else "more rows", "; ".join(gains)])
     return Table("", ["mixture", "agreement", "bits, by prompt", "advice", "less LoRA, points"], rows, left=5)
 
@@ -282,8 +283,6 @@ DECODING = "bench-inference-mixtures-qwen2-0.5b-h200"
 STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135m-h200"
 # what was forecast, and what was trained on the same mixture, with the methods that route
 TRAINED = {
-    "forecast-text14-smollm2-135m-cpu": ("compare-text14-study-smollm2-135m-h200", ("mjlora", "mjlora_oracle")),
-    "forecast-builtin-smollm2-135m-cpu": ("compare-builtin17-smollm2-135m-h200", ("mjlora",)),
     "forecast-reviews-smollm2-135m-cpu": ("opposed-reviews-smollm2-135m-h200", ("oracle", "sequence")),
     "forecast-phrases-smollm2-135m-cpu": ("groups-phrases-smollm2-135m-cpu", ("by the task", "by the prompt")),
     "forecast-rules-128-rows-smollm2-135m-cpu": (

@@ -50,7 +50,7 @@ class Forecast:
     bits: float  # of task information in the choice of an expert, the mean over blocks; see `analysis.usage`
     most_bits: float  # of the block that says most
     draws: list[tuple[float, float]] = field(default_factory=list)  # `within` and `between` of every draw by itself
-    prompt_bits: float = 0.0  # the same, where the whole prompt decides for one expert
+    prompt_bits: float = 0.0  # the same, where the whole prompt decides for one group
     experts: int = 2  # in a block
 
     @property
