@@ -55,8 +55,8 @@ LANES = {
         ),
         (
             "desks",
-            f"ablate {HOME}/opposed.yaml --recipe {HOME}/reviews.yaml name=desks {DESKS} --seeds 10 --widen "
-            "--lrs 2e-3,4e-3,8e-3 train.max_steps=500 train.batch_size=32 train.eval_steps=250",
+            f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=desks {DESKS} --seeds 10 --widen "
+            "--lrs 2e-3,4e-3,8e-3 adapter.r=2 train.max_steps=500 train.batch_size=32 train.eval_steps=250",
         ),
         (
             "cues",

@@ -99,7 +99,7 @@ def test_shards_are_refused(name: str, recipe: Path, monkeypatch: pytest.MonkeyP
         run(load_recipe(str(recipe), []))
 
 
-# It ends in the function that `torchrun` is.
+# `accelerate launch` for several processes calls the function behind `torchrun`, so this starts both.
 LAUNCHER = (
     *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
     *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
