@@ -1,11 +1,10 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `map` or
-`place` of a study, `pictures`, `serving`, or has no name: `forecasts` of all mixtures, `advice` of them beside what
-training found, `claims`, every claim of the paper that a study tests, and `headlines`, what its summary says, with what
-became of it. A line
-`<!-- figure: study NAME -->` stands above the picture of a study.
+KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `effects`,
+`costs`, `map` or `place` of a study, `pictures`, `serving`, or has no name: `forecasts` of all mixtures, `advice` of
+them beside what training found, `claims`, every claim of the paper that a study tests, and `headlines`, what its
+summary says, with what became of it. A line `<!-- figure: study NAME -->` stands above the picture of a study.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from PIL import Image
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import Interval, holm, paired_difference
-from monkeyjump.experiments.ablate import EQUAL, digest, plot_study, verdicts
+from monkeyjump.experiments.ablate import EQUAL, choice_effects, digest, plot_study, verdicts
 from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import spread
@@ -137,6 +136,21 @@ def _study(records: Path, name: str) -> Table:
         failed = row.get("failed", row.get("diverged"))  # the first records count only what diverged
         rows.append([row["variant"], f"{row['lr']:g}", _percent(row["values"]), against, nll, str(failed)])
     return Table("", ["variant", "lr", "mean", f"less {reference['variant']}", "NLL", "failed"], rows)
+
+
+def _effects(records: Path, name: str) -> Table:
+    """What each name of a study of combinations adds."""
+    metrics = _metrics(records, name)
+    found = choice_effects(Study(**metrics["study"]), metrics["rows"])
+    if found is None:
+        raise ConfigError(f"table: effects {name}: its variants do not tell the names apart.")
+    return found
+
+
+def _costs(records: Path, name: str) -> Table:
+    """What every variant trains, and what its router has."""
+    rows = [[r["variant"], f"{r['trainable']:,}", f"{r['router']:,}"] for r in _metrics(records, name)["rows"]]
+    return Table("", ["method", "trainable", "of the router"], rows)
 
 
 def _map(records: Path, name: str) -> Table:
@@ -370,9 +384,9 @@ def _beats(gain: Interval, record: str) -> list[str]:
 
 
 TABLES = {
-    "methods": _methods, "tasks": _tasks, "study": _study, "map": _map, "place": _place, "pictures": _pictures,
-    "serving": _serving, "forecasts": _forecasts, "advice": _advice, "routed": _routed, "claims": _claims,
-    "headlines": _headlines,
+    "methods": _methods, "tasks": _tasks, "study": _study, "effects": _effects, "costs": _costs, "map": _map,
+    "place": _place, "pictures": _pictures, "serving": _serving, "forecasts": _forecasts, "advice": _advice,
+    "routed": _routed, "claims": _claims, "headlines": _headlines,
 }  # fmt: skip
 
 

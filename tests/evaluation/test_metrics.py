@@ -114,3 +114,21 @@ def test_paired_difference_at_the_edges():
     alone = metrics.paired_difference([0.5], [0.25])
     assert alone.mean == 0.25
     assert math.isnan(alone.standard_error)
+
+
+def test_least_squares_of_one_column_is_a_regression():
+    x, y = [0.0, 1.0, 2.0, 3.0, 5.0], [0.1, 0.8, 2.3, 2.9, 5.2]
+    ((slope, interval),) = metrics.least_squares([[value] for value in x], y)
+    expected = stats.linregress(x, y)
+    margin = stats.t.ppf(0.975, 3) * expected.stderr
+    assert slope == pytest.approx(expected.slope)
+    assert (interval.low, interval.high) == pytest.approx((slope - margin, slope + margin))
+
+
+def test_least_squares_tells_columns_apart():
+    design = [[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1) if a + b + c]
+    found = metrics.least_squares(design, [5 + 2 * a - b + 0.5 * c for a, b, c in design])
+    assert [effect for effect, _ in found] == pytest.approx([2, -1, 0.5])
+    assert all(interval.high - interval.low < 1e-9 for _, interval in found)
+    assert metrics.least_squares([row for row in design if sum(row) == 2] * 2, [1.0] * 6) == []  # one size: no constant
+    assert metrics.least_squares(design[:4], [1.0] * 4) == []

@@ -61,6 +61,24 @@ def test_combinations_route_what_they_name() -> None:
     assert variants["q+up"] == ["adapter.shared_modules=[k_proj,v_proj,o_proj,gate_proj,down_proj]"]
 
 
+def test_what_each_projection_adds() -> None:
+    """The rows are sums of what their projections add: that is what the table says, with nothing unexplained."""
+    study, adds = load_study("combinations"), {"q": 0.01, "v": 0.02, "up": -0.03}
+    rows = [
+        {"variant": name, "values": [0.5 + sum(adds.get(part, 0) for part in name.split("+"))] * 2, "nlls": []}
+        for name in variants_of(study)
+    ]
+    table = ablate.choice_effects(study, rows)
+    assert table is not None
+    parts = ("q", "k", "v", "o", "gate", "up", "down")
+    said = {part: f"{100 * adds.get(part, 0):+.2f}" for part in parts}
+    assert table.rows == [[f"{part}_proj", f"{said[part]} [{said[part]}, {said[part]}]"] for part in parts]
+    assert ablate.choice_effects(load_study("rank"), rows) is None
+    assert study.choose is not None
+    one_size = study.model_copy(update={"choose": study.choose.model_copy(update={"sizes": [3]})})
+    assert ablate.choice_effects(one_size, rows) is None
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "compares nothing": {"title": "x"},
     "vary='adapter.r' needs `values`": {"title": "x", "vary": "adapter.r"},

@@ -60,10 +60,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(name: str, study: Study, grid: Comparison, output: Path) -> None:
     """The table, what became of the claim, and where the files are."""
-    from monkeyjump.experiments.ablate import draw_figures, save_study, study_rows, study_table, verdicts
+    from monkeyjump.experiments import ablate
 
-    study_table(study, grid).show()
-    for words, verdict in verdicts(study, study_rows(grid)):
+    ablate.study_table(study, grid).show()
+    rows = ablate.study_rows(grid)
+    if (effects := ablate.choice_effects(study, rows)) is not None:
+        effects.show()
+    for words, verdict in ablate.verdicts(study, rows):
         print(f"the paper's {words} points: {verdict}")
-    for path in [*save_study(name, study, grid, output), *draw_figures(study, grid, output)]:
+    for path in [*ablate.save_study(name, study, grid, output), *ablate.draw_figures(study, grid, output)]:
         print(f"saved       {path}")

@@ -134,6 +134,25 @@ def student_quantile(p: float, freedom: int) -> float:
     return (low + high) / 2
 
 
+def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[tuple[float, Interval]]:
+    """What each column adds to the values, beside a constant, with Student's interval of what is left unexplained.
+
+    Nothing where the lines are too few, or say too little, to tell the columns apart.
+    """
+    design = np.column_stack([np.ones(len(values)), np.asarray(columns, dtype=np.float64)])
+    freedom = len(design) - design.shape[1]
+    if freedom < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
+        return []
+    effects = np.linalg.lstsq(design, np.asarray(values, dtype=np.float64), rcond=None)[0]
+    left = np.asarray(values) - design @ effects
+    errors = np.sqrt(left @ left / freedom * np.diag(np.linalg.inv(design.T @ design)))
+    margins = student_quantile(0.975, freedom) * errors
+    return [
+        (float(effect), Interval(float(effect - margin), float(effect + margin)))
+        for effect, margin in zip(effects[1:], margins[1:], strict=True)
+    ]
+
+
 def _codes(values: Sequence[float]) -> tuple[npt.NDArray[np.int64], int]:
     """Values as 0..U-1 in their order, equal values equal, and U."""
     unique, codes = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True)

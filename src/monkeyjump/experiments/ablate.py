@@ -11,10 +11,10 @@ from typing import Any
 
 from monkeyjump.analysis.inspect import InspectSettings, inspect
 from monkeyjump.analysis.style import COLORS, GREY, label, name_ticks, new_figure
-from monkeyjump.evaluation.metrics import paired_difference
+from monkeyjump.evaluation.metrics import least_squares, paired_difference
 from monkeyjump.experiments.compare import cell_recipe
 from monkeyjump.experiments.comparison import Comparison, Wanted
-from monkeyjump.experiments.study import PLAIN, Study, expected, variants_of
+from monkeyjump.experiments.study import PLAIN, Study, combined, expected, variants_of
 from monkeyjump.experiments.tables import costs, in_seeds, percent, spread, stem_of
 from monkeyjump.record import jsonable, write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
@@ -80,6 +80,29 @@ def verdicts(study: Study, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
         interval = f" [{100 * low:+.1f}, {100 * high:+.1f}]" if difference.n > 1 else ""
         found.append((f"{left} {sign} {right}: {100 * difference.mean:+.1f}{interval}", verdict))
     return found
+
+
+def choice_effects(study: Study, rows: list[dict[str, Any]]) -> Table | None:
+    """What each name of a study of combinations adds where it is chosen, by least squares over all variants.
+
+    Every combination tells something of each name in it, so many variants with a seed each say more than any pair.
+    """
+    if study.choose is None:
+        return None
+    chosen = combined(study.choose)
+    measured = [(chosen[row["variant"]], row) for row in rows if row["variant"] in chosen]
+    design = [[name in names for name in study.choose.of] for names, _ in measured]
+    lines = [[name] for name in study.choose.of]
+    for measure, scale, form in (("values", 100.0, "+z.2f"), ("nlls", 1000.0, "+z.1f")):
+        if not all(row[measure] for _, row in measured):
+            continue
+        found = least_squares(design, [scale * fmean(row[measure]) for _, row in measured])
+        if not found:
+            return None
+        for line, (effect, interval) in zip(lines, found, strict=True):
+            line.append(f"{effect:{form}} [{interval.low:{form}}, {interval.high:{form}}]")
+    columns = ["chosen", "points", "NLL x 1000"][: len(lines[0])]
+    return Table(f"What choosing a name adds (least squares over {len(design)} variants)", columns, lines)
 
 
 def _signed(difference: dict[str, Any] | None, scale: float) -> str:

@@ -72,12 +72,17 @@ def variants_of(study: Study) -> dict[str, list[str]]:
     named = {_label(value): value for value in study.values}
     if study.choose is not None:
         of, rest = study.choose.of, study.choose.rest
-        for chosen in (chosen for size in study.choose.sizes for chosen in combinations(of, size)):
-            named[_label(list(chosen))] = [name for name in of if (name in chosen) != rest]
+        named |= {label: [n for n in of if (n in names) != rest] for label, names in combined(study.choose).items()}
     found = {label: [f"{study.vary}={_text(value)}"] for label, value in named.items()}
     found |= study.variants
     first = study.reference or next(iter(found))
     return {first: found[first], **found}
+
+
+def combined(choice: Choice) -> dict[str, list[str]]:
+    """All combinations, each by the name of its variant."""
+    found = (list(names) for size in choice.sizes for names in combinations(choice.of, size))
+    return {_label(names): names for names in found}
 
 
 def grid_of(study: Study, recipe: Recipe, seeds: Iterable[int], lrs: Iterable[float], widen: bool) -> Comparison:
