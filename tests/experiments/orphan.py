@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from monkeyjump.experiments.worker import stop_with_parent
+from monkeyjump.experiments import worker
 
 
 def busy(log: Path) -> None:
+    """Work until Ctrl-C, and then wait for more, as a process of a pool does."""
+    worker.GRACE = 1.0
     try:
-        stop_with_parent()
-        log.write_text("busy")
+        worker.stop_with_parent()
+        log.write_text(f"busy {os.getpid()}")
         time.sleep(60)
     except KeyboardInterrupt:
         log.write_text("stopped")
+        time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -232,12 +232,22 @@ def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_workers_stop_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    """As by Ctrl-C, also where the shell of the parent ignores that."""
+    """As by Ctrl-C, also where the shell of the parent ignores that; one that waits for more work then ends, too."""
     log = tmp_path / "log"
     with subprocess.Popen([sys.executable, "-m", orphan.__name__, str(log)]) as parent:
-        wait_for(lambda: log.exists() and log.read_text() == "busy")
+        wait_for(lambda: log.exists() and log.read_text().startswith("busy "))
+        worker = int(log.read_text().split()[1])
         parent.kill()
     wait_for(lambda: log.read_text() == "stopped")
+    wait_for(lambda: ended(worker))
+
+
+def ended(process: int) -> bool:
+    """Gone, or a zombie that nobody has buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:

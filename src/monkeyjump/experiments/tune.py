@@ -18,6 +18,7 @@ import yaml
 
 from monkeyjump.errors import ConfigError, require
 from monkeyjump.experiments.clusters import Engine, engine_of, kept_in_this_process
+from monkeyjump.experiments.worker import stop_with_parent
 from monkeyjump.record import RunRecord, write_atomic, write_record
 from monkeyjump.tables import Table
 from monkeyjump.training.recipe import Recipe, overridden, parse_value, recipe_from
@@ -99,7 +100,7 @@ class OnThisMachine:
 
     def __init__(self, jobs: int) -> None:
         self.slots = jobs
-        self.pool = ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else None
+        self.pool = ProcessPoolExecutor(jobs, get_context("spawn"), stop_with_parent) if jobs > 1 else None
 
     def submit(self, *arguments: Any) -> Any:
         return self.pool.submit(make_trial, *arguments) if self.pool else partial(make_trial, *arguments)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from multiprocessing import parent_process
@@ -19,6 +20,7 @@ from pathlib import Path
 from monkeyjump.first_imports import without_advice_to_others
 
 LOG = "output.log"
+GRACE = 600.0  # seconds for the checkpoint of a run whose parent is gone
 
 
 def work(connection: Connection, jobs: int, gpu: str | None) -> None:
@@ -65,6 +67,8 @@ def stop_with_parent() -> None:
         def watch() -> None:
             parent.join()
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(GRACE)
+            os._exit(1)  # a pool's process waits for more work, for ever
 
         threading.Thread(target=watch, daemon=True).start()
 
