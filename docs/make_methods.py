@@ -61,6 +61,9 @@ CARDS = {
     "mjlora_random": Card("as mjlora, with random centres", "The control for k-means."),
     "mjlora_shuffled": Card("as mjlora, with the gates of other tokens", "The control for who gets which gate."),
     "mjlora_oracle": Card("y_i = W_i x + [i = task mod E] s B_i A_i x", "The task decides; exports as plain LoRA."),
+    "mjlora_task": Card("as mjlora, for rank r of each: m_r = [r mod N = task mod N]",
+                        "Tasks are opposed, and known; exports as plain LoRA."),
+    "mjlora_prompt_uniform": Card("y_i = W_i x + 0.5 s B_i A_i x", "The control without routes by the prompt."),
     "mjlora_prompt_random": Card("as mjlora_prompt, with random centres", "The control for k-means by the prompt."),
 }  # fmt: skip
 

@@ -80,17 +80,22 @@ def test_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "part"), [("floor", "blocks"), ("mjlora", "blocks"), ("more", "blocks"), ("mjlora", "model")]
+    ("variant", "part"),
+    [*((name, "blocks") for name in ("floor", "mjlora", "mjlora_prompt", "more")), ("mjlora", "model")],
 )
 def test_blocks_of_a_generation_share_their_graph(variant: str, part: str) -> None:
-    """Each block writes into its own layer of the cache, through the graph that was made for the first."""
+    """Each block writes into its own layer of the cache, through the graph that was made for the first.
+
+    Routes by the prompt find their decision by the name of their block, which makes a graph for each.
+    """
     modes = ("decode", "decode-compile")
     changes: dict[str, Any] = {"layers": 2, "new": 5, "repeats": 1, "compile": part, "backend": "aot_eager"}
     run = InferenceRun(variant, replace(TINY, verb="inference", modes=modes, **changes))
     run.warm_up()
     plain, compiled = (run.row(mode) for mode in modes)
     assert plain["status"] == compiled["status"] == "ok", compiled
-    assert (compiled["compiled_graphs"], compiled["recompiled_while_timed"]) == (1, 0)
+    graphs = 2 if variant == "mjlora_prompt" else 1
+    assert (compiled["compiled_graphs"], compiled["recompiled_while_timed"]) == (graphs, 0)
     assert plain["equal_tokens"] == compiled["equal_tokens"] == 1
     assert plain["logit_deviation"] == 0
     assert compiled["logit_deviation"] < 1e-5

@@ -229,7 +229,8 @@ def test_a_record_from_before_a_setting_existed_is_not_made_again(fakes: FakeRun
 
 def test_controls_stand_beside_a_routed_method_with_its_mean_gate(fakes: FakeRuns, tmp_path: Path) -> None:
     assert with_controls(["lora", "mjlora"]) == ["lora", "mjlora", "mjlora_uniform", "mjlora_random", "mjlora_oracle"]
-    assert with_controls(["mjlora_prompt"]) == ["mjlora_prompt", "mjlora_prompt_random", "mjlora_oracle"]
+    of_prompt = ["mjlora_prompt_uniform", "mjlora_prompt_random", "mjlora_task"]
+    assert with_controls(["mjlora_prompt"]) == ["mjlora_prompt", *of_prompt]
     assert with_controls(["lora"]) == ["lora"]
     compare(load_recipe("quickstart"), ["lora", "mjlora"], [0], [2e-3], tmp_path)
     assert fakes.gates == [0.25]

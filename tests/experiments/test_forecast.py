@@ -77,7 +77,7 @@ def test_agreement_is_measured_in_units_of_noise() -> None:
     ("between", "own", "draws", "bits", "advice"),
     [
         (-0.2, 0.4, [], 0.9, "method=mjlora_prompt,"),
-        (-0.2, 0.4, [], 0.3, "method=mjlora_oracle where"),  # of 1 bit at most
+        (-0.2, 0.4, [], 0.3, "try method=mjlora_task."),  # of 1 bit at most
         (0.1, 0.4, [], 0.9, "method=lora."),
         (-0.2, 0.4, [(0.4, -0.6), (0.4, 0.2)], 0.9, "method=lora."),  # the draws do not agree that they are opposed
         (-0.2, -0.1, [], 0.9, "The halves of b do not agree"),  # so nothing can be said of it and another

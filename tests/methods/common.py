@@ -45,7 +45,7 @@ def config_of(case: str, **changes: Any) -> mj.MonkeyJumpConfig:
     method, own = PUBLISHED.get(case, (case, {}))
     settings: dict[str, Any] = {"dropout": 0.0, **own, **changes}
     if method.startswith("mj"):
-        settings.setdefault("center_init", "random_normalized")
+        settings = {"center_init": "random_normalized", "route_space": "raw"} | settings  # which need no data
     return mj.methods.build(method, "published" if case in PUBLISHED else "mj_paper", **settings)
 
 
@@ -78,8 +78,13 @@ def learned_routers(model: nn.Module) -> dict[str, LearnedRouter]:
     return {path: module for path, module in model.named_modules() if isinstance(module, LearnedRouter)}
 
 
+def told_the_task(case: str) -> bool:
+    config = mj.methods.build(PUBLISHED.get(case, (case,))[0])
+    return config.granularity == "task" or config.placement == "nested"
+
+
 def batch_for(case: str, **kwargs: Any) -> dict[str, torch.Tensor]:
     batch = lm_batch(**kwargs)
-    if case in ("more", "mjlora_oracle"):
+    if told_the_task(case):
         batch["task_ids"] = torch.arange(batch["input_ids"].shape[0]) % 3
     return batch

@@ -87,7 +87,7 @@ def test_cross_attention_has_no_mask_to_balance_with() -> None:
     wrap(base, mj_config(**settings, **MIXTURE))  # each projection routes by its own input
 
 
-@pytest.mark.parametrize("method", ["more", "mjlora_oracle"])
+@pytest.mark.parametrize("method", ["more", "mjlora_task"])
 def test_task_routed_methods_need_task_ids(method: str) -> None:
     with pytest.raises(mj.ConfigError, match="task_ids"):
         fresh(method).train()(**lm_batch())

@@ -40,7 +40,7 @@ def step(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # mjlora, in the same way: tests/tuner/test_compile.py
-CASES = [case for case in [*METHODS, "moa published, after the norm"] if case != "mjlora"]
+CASES = [case for case in [*METHODS, "mjlora_prompt", "moa published, after the norm"] if case != "mjlora"]
 
 
 @pytest.mark.parametrize("case", CASES)

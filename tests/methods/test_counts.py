@@ -109,8 +109,9 @@ def test_the_names() -> None:
     ]
     monkey_jump = ["mjlora", "mjlorafa", "mjadalora", "mjpropulsion"]
     contract = plain + mixtures + monkey_jump
-    controls = ["mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle", "mjlora_prompt_random"]
-    assert mj.methods.names() == [*contract, *mj.methods.PEERS, "mjlora_prompt", *controls]
+    controls = ["mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle"]
+    controls += ["mjlora_prompt_uniform", "mjlora_prompt_random"]
+    assert mj.methods.names() == [*contract, *mj.methods.PEERS, "mjlora_prompt", "mjlora_task", *controls]
     assert len(contract) == 17
 
 

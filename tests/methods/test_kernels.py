@@ -100,7 +100,7 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         )
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "mola"])  # moelora, in more blocks
+@pytest.mark.parametrize("method", [*(method for method in METHODS if method != "mola"), "mjlora_prompt"])
 def test_triton_is_torch(method: str, launches: Counter[str]) -> None:
     expected, model = trained(method, "torch")
     assert not launches

@@ -33,7 +33,7 @@ from tests.processes import in_new_processes
 WITH_LOSS = list(LOUD)
 
 
-@pytest.mark.parametrize("case", [*CASES, "mjlora_shuffled", "mjlora_oracle"])
+@pytest.mark.parametrize("case", [*CASES, "mjlora_shuffled", "mjlora_task"])
 def test_identity_at_the_start(case: str) -> None:
     batch = batch_for(case)
     with torch.no_grad():

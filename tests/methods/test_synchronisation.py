@@ -11,6 +11,7 @@ from peft import get_peft_model
 from monkeyjump import methods
 from monkeyjump.bench.variants import skip_masks
 from tests.helpers import disturb, tiny_llama
+from tests.methods.common import told_the_task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SETTLE = 3  # steps in which kernels are compiled and groups found
@@ -37,7 +38,7 @@ def test_no_step_waits(method: str, padded: bool) -> None:
         mask = torch.ones_like(ids)
         mask[0, :5] = 0
         given["attention_mask"] = mask
-    if method in ("more", "mjlora_oracle"):
+    if told_the_task(method):
         given["task_ids"] = torch.tensor([0, 1, 0, 1], device="cuda")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import monkeyjump as mj
-from monkeyjump import methods
 from monkeyjump.training import attention, captured
 from monkeyjump.training import compile as compiling
 from monkeyjump.training.attention import MASKED, PADS_LAST, attending
@@ -20,7 +19,8 @@ from monkeyjump.training.captured import CaptureReport
 from monkeyjump.training.fast import FastSettings, fast, known_modules
 from monkeyjump.training.recipe import Recipe, overridden
 from tests import replay
-from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch, settled, tiny_llama
+from tests.helpers import ADAPTER_NAMES, adapted, assert_same, lm_batch, settled, tiny_llama, wrap
+from tests.methods.common import config_of
 from tests.replay import RunAgain
 
 
@@ -71,10 +71,9 @@ def test_twenty_replayed_steps_are_twenty_ordinary_ones(adapter: str, direct: bo
     assert report.replayed == 40 - 3 * captured.WARM_UP
 
 
-@pytest.mark.parametrize("method", ["hydralora", "moelora", "mixlora", "more", "moa", "mjlora_oracle"])
-def test_routers_that_learn_or_are_told_the_task_are_replayed_with_what_they_read_and_say(method: str) -> None:
-    config = methods.build(method, "mj_paper", dropout=0.0)
-    models = [get_peft_model(tiny_llama(), config).train() for _ in range(2)]
+@pytest.mark.parametrize("method", ["hydralora", "moelora", "mixlora", "more", "moa", "mjlora_task", "mjlora_prompt"])
+def test_other_routers_are_replayed_with_what_they_read_and_say(method: str) -> None:
+    models = [wrap(tiny_llama(), config_of(method)).train() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     batches = [[lm_batch(2, 8, seed=n) | {"task_ids": torch.tensor([n % 2, 1])}] for n in range(6)]
     expected = train(models[0], batches)

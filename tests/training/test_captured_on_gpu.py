@@ -19,6 +19,7 @@ from monkeyjump.training.attention import attending
 from monkeyjump.training.cuda_graphs import CudaGraph, Memory
 from monkeyjump.training.light_steps import LightAdamW, clip_gradients
 from tests.helpers import assert_same, centers, settled, tiny_llama
+from tests.methods.common import told_the_task
 from tests.processes import free_port, in_new_processes, join_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,7 +33,7 @@ def new(method: str, dropout: float = 0.1, peft_dropout: float = 0.0, **changes:
     if method == "peft":
         config: Any = LoraConfig(r=2, lora_dropout=peft_dropout, target_modules=TARGETS, task_type="CAUSAL_LM")
     else:
-        centers = {"center_init": "random_normalized"} if method.startswith("mj") else {}
+        centers = {"center_init": "random_normalized", "route_space": "raw"} if method.startswith("mj") else {}
         config = methods.build(method, "mj_paper", target_modules=TARGETS, dropout=dropout, **centers, **changes)
     return get_peft_model(base, config).cuda().train()
 
@@ -84,14 +85,15 @@ def assert_alike(found: Tensor, expected: Tensor, first: float = 1e-5) -> None:
 
 
 FRAGILE = ("more",)  # its choices are hard, and turn a last digit into another rank
-OURS = ["mjlora", "mjadalora", "mjlorafa", "mjpropulsion", "hydralora", "mixlora", "more", "mjlora_oracle"]
+OURS = ["mjlora", "mjadalora", "mjlorafa", "mjpropulsion", "hydralora", "mixlora", "more"]
+OURS += ["mjlora_task", "mjlora_prompt"]
 
 
 @pytest.mark.parametrize("as_a_trainer", [False, True])
 @pytest.mark.parametrize("method", [*OURS, "peft"])
 def test_captured_steps_are_the_eager_ones(method: str, as_a_trainer: bool) -> None:
     models = [new(method) for _ in range(2)]
-    by_task = method in ("more", "mjlora_oracle")
+    by_task = method != "peft" and told_the_task(method)
     expected, _ = train(models[0], nullcontext(), task_ids=by_task)
     inside = mj.fast(models[1], compile=False, fused_loss="torch", pads_last=True, direct=as_a_trainer)
     found, report = train(models[1], inside, task_ids=by_task, light=as_a_trainer)

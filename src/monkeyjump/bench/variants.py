@@ -20,13 +20,13 @@ from monkeyjump.bench.settings import Settings
 from monkeyjump.errors import ConfigError
 from monkeyjump.models import resolve
 from monkeyjump.registry import did_you_mean
+from monkeyjump.tuner.centers.calibrate import initialize_centers, needs_no_data
 from monkeyjump.tuner.model import require_context
 
 FLOOR = "floor"  # the frozen model: forward, and backward of the activations down to the input embeddings
 PEFT_LORA = "peft-lora"  # as PEFT makes it: adapters in fp32, which copies its input to fp32 beside a bf16 model
 PEFT_LORA_LOW = "peft-lora-low"  # PEFT's adapters in the model's dtype (autocast_adapter_dtype=False)
 TASKS = 4  # task ids of the rows, for methods that route by them
-BY_TASK = ("more", "mjlora_oracle")
 ATTENTION = "causal_sdpa"
 _FIELDS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -118,20 +118,25 @@ def random_ids(model: Any, workload: Settings, generator: torch.Generator) -> to
 def build(method: str, workload: Settings, model: Any = None) -> BuiltVariant:
     """A variant on its random model (or on `model`), in training mode, its adapters off their start."""
     base = plain_model(workload) if model is None else model
-    adapted, context = base, None
+    adapted, context, by_task = base, None, False
     if method in (PEFT_LORA, PEFT_LORA_LOW):
         config = peft_lora(adapter_settings(workload))
         adapted = get_peft_model(base, config, autocast_adapter_dtype=method == PEFT_LORA)
     elif method != FLOOR:
-        adapted = get_peft_model(base, method_config(method, workload))
+        config = method_config(method, workload)
+        by_task = config.granularity == "task" or config.placement == "nested"
+        adapted = get_peft_model(base, config)
         context = require_context(adapted)
+        if config.uses_centers and config.center_init != "kmeans" and not needs_no_data(config):  # the mean of states
+            drawn = torch.Generator(workload.device).manual_seed(workload.seed)
+            initialize_centers(adapted, [{"input_ids": random_ids(base, workload, drawn)}], progress=False)
     built = BuiltVariant(adapted.train(), base, base.model, context, None)
     with torch.no_grad():
         for parameter in built.trainable():
             # Adapters start at zero, where half of their gradients are zero, too: a check of those would check nothing.
             if not parameter.any():
                 parameter.normal_(0, 0.02)
-    if method in BY_TASK:
+    if by_task:
         built.task_ids = torch.arange(workload.batch, device=workload.device) % TASKS
     return built
 

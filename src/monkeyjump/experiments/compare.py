@@ -106,7 +106,7 @@ def in_a_line(error: Exception) -> str:
 
 CONTROLS = {
     "mjlora": ("mjlora_uniform", "mjlora_random", "mjlora_oracle"),
-    "mjlora_prompt": ("mjlora_prompt_random", "mjlora_oracle"),
+    "mjlora_prompt": ("mjlora_prompt_uniform", "mjlora_prompt_random", "mjlora_task"),
 }
 
 

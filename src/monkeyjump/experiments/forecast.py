@@ -92,7 +92,7 @@ class Forecast:
         if self.told_apart:
             return "The tasks are opposed, and prompts tell them apart: try method=mjlora_prompt, with lora beside it."
         return (
-            "The tasks are opposed, and prompts do not tell them apart: try method=mjlora_oracle where tasks are known."
+            "The tasks are opposed, and prompts do not tell them apart: where tasks are known, try method=mjlora_task."
         )
 
     def table(self) -> Table:

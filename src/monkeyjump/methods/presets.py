@@ -30,8 +30,11 @@ COMPARED = (
     *("mjlora", "mjlorafa", "mjadalora", "mjpropulsion"),
 )
 PEERS = ("lime", "flylora")  # parameter-free routing that came after the paper; not in its table
-OURS = ("mjlora_prompt",)  # Monkey Jump in another setting than the paper's
-CONTROLS = ("mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle", "mjlora_prompt_random")
+OURS = ("mjlora_prompt", "mjlora_task")  # Monkey Jump in other settings than the paper's
+CONTROLS = (
+    *("mjlora_uniform", "mjlora_random", "mjlora_shuffled", "mjlora_oracle"),
+    *("mjlora_prompt_uniform", "mjlora_prompt_random"),
+)
 
 
 def names() -> list[str]:
@@ -120,10 +123,11 @@ _add(
     alpha=80.0,
 )
 
+_TWO_GROUPS: dict[str, Any] = {"expert_unit": "rank", "task_experts": 2, "shared_modules": []}
 _BY_PROMPT: dict[str, Any] = {
     **{"granularity": "sequence", "sequence_token": "mean", "route_space": "centered"},
     **{"top_k": 1, "renormalize": True, "ema_stop": 0},
-    **{"expert_unit": "rank", "task_experts": 2, "shared_modules": []},
+    **_TWO_GROUPS,
 }
 _add(
     "mjlora_prompt",
@@ -136,13 +140,29 @@ _add(
 )
 
 _add(
-    "mjlora_prompt_random",
-    "Control of mjlora_prompt: the same with random centres, never fitted to data."
-    "\n\nNot of the paper. Both presets are alike.",
+    "mjlora_task",
+    "Monkey Jump by the task: the `task_ids` of a batch choose one of two groups of ranks (`task_experts` of them), as "
+    "the prompt does in mjlora_prompt, whose oracle it is. For tasks that oppose each other and are known; it exports "
+    "as a plain LoRA for each task.\n\nNot of the paper. Nothing is shared; both presets are alike.",
     "lora",
-    **_BY_PROMPT,
-    center_init="random_normalized",
+    granularity="task",
+    **_TWO_GROUPS,
 )
+
+for _name, _about, _settings in (
+    (
+        "mjlora_prompt_uniform",
+        "the mean gate of its groups for every text, without routing",
+        {"router": "uniform", "uniform_gate": 0.5, "shared_modules": []},
+    ),
+    (
+        "mjlora_prompt_random",
+        "the same with random centres, never fitted to data",
+        {**_BY_PROMPT, "center_init": "random_normalized"},
+    ),
+):
+    _about = f"Control of mjlora_prompt: {_about}.\n\nNot of the paper. Both presets are alike."
+    _add(_name, _about, "lora", **_settings)
 
 # Controls: what a comparison needs before it may say that routing helps.
 for _name, _about, _settings in (
