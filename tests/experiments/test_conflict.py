@@ -106,19 +106,19 @@ def test_what_has_centres_has_the_strength_of_the_constant_gate(rank: int) -> No
     assert configs["random"].to_dict() == control.to_dict()
 
 
-@pytest.mark.parametrize(("rules", "rank", "apart"), [(2, 1, 2), (8, 1, 3), (2, 8, 2), (8, 8, 8), (32, 8, 24)])
+@pytest.mark.parametrize(("rules", "rank", "apart"), [(2, 1, 2), (8, 1, 5), (2, 8, 2), (8, 8, 8), (32, 1, 5)])
 def test_the_oracle_deals_all_ranks_to_the_rules(rules: int, rank: int, apart: int) -> None:
-    """Every rank of q, k and v has one rule, or several rules where there are not enough of them."""
+    """Every rank of every projection has one rule, or several rules where there are not enough of them."""
     setting = Setting(1, rules, rank, "given")
     recipe = overridden(Recipe(), [*conflict.RECIPE, *conflict._settings("oracle", setting, "")])
     config = presets.build(recipe.method, recipe.preset, **recipe.adapter)
-    gates = task_gates(torch.arange(rules).unsqueeze(1), 3 * rank, config).squeeze(1)  # [rules, experts]
+    gates = task_gates(torch.arange(rules).unsqueeze(1), 5 * rank, config).squeeze(1)  # [rules, experts]
     owners = gates.unique(dim=0)
     assert len(owners) == apart
-    assert torch.equal(owners.sum(0), torch.ones(3 * rank))
+    assert torch.equal(owners.sum(0), torch.ones(5 * rank))
     assert owners.sum(1).max() - owners.sum(1).min() <= 1
     if rank % rules == 0:  # as many of every projection
-        assert gates.view(rules, 3, rank).sum(2).unique().tolist() == [rank / rules]
+        assert gates.view(rules, 5, rank).sum(2).unique().tolist() == [rank / rules]
 
 
 def test_holm_corrects_as_in_a_worked_example() -> None:

@@ -44,7 +44,7 @@ ROUTED: dict[str, tuple[str, ...]] = {
     "ranks": ("method=mjlora", *CENTRED, "adapter.expert_unit=rank", "adapter.temperature=0.2"),
     "prompt": ("method=mjlora_prompt",),
     "random": ("method=mjlora_prompt_random",),
-    "oracle": ("method=mjlora_oracle", "adapter.expert_unit=rank"),  # ranks of its own for each rule, as far as they go
+    "oracle": ("method=mjlora_task",),  # the groups of `prompt`, chosen by the rule itself
 }
 MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
 CONSTANT, LORA = "constant gate", "lora"
@@ -199,9 +199,7 @@ def _settings(method: str, setting: Setting, model: str) -> list[str]:
         own = [f"adapter.r={_as_large(method.removeprefix(f'{LORA} for '), setting.rank, model)}"]
     elif method == "ranks":
         own.append(f"adapter.top_k={-(-3 * setting.rank // 2)}")  # half of the ranks of q, k and v
-    elif method == "oracle":
-        own.append(f"adapter.task_experts={setting.rules}")
-    elif method in ("prompt", "random"):  # a group for each rule, as far as the ranks go
+    elif method in ("prompt", "random", "oracle"):  # a group for each rule, as far as the ranks go
         own.append(f"adapter.task_experts={min(setting.rules, len(PAPER_TARGETS) * setting.rank)}")
     named = REFERENCES | ROUTED | MIXTURES
     return [*named.get(method, REFERENCES[LORA]), *own]
