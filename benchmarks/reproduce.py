@@ -28,30 +28,53 @@ from monkeyjump.methods.presets import COMPARED, PEERS
 from monkeyjump.record import write_atomic
 
 HOME = Path(__file__).parent / "opposed"
-SEARCH = "--seeds 5 --lrs 4e-3,8e-3 --widen"
-MIXTURES = "moelora,mixlora,mola,more,moa,moe_lora_fa,moe_adalora,moe_propulsion"
-PLAIN = "lora_fa,adalora,propulsion,mjlorafa,mjadalora,mjpropulsion,lime,flylora"
-SHORT = "train.max_steps=100 train.batch_size=8 train.eval_steps=100 evaluate.test_limit=200"
+SEARCH = "--lrs 8e-3,1.6e-2 --widen --data {data}"
+ALL = ",".join((*COMPARED, *PEERS))
+SHORT = "train.max_steps=150 train.batch_size=16 train.eval_steps=150 evaluate.test_limit=200"
 DESKS = "tasks={tasks}/sst2-poster.yaml,{tasks}/sst2-complaints.yaml"  # prompts that differ in more than a word
-PHRASES = "tasks={tasks}/phrases-poster.yaml,{tasks}/phrases-complaints.yaml"  # of few words: a run is short
+PHRASES = (
+    "tasks={tasks}/phrases-poster.yaml,{tasks}/phrases-complaints.yaml --widen adapter.r=2 data.answer=text "
+    "train.batch_size=16 evaluate.test_limit=200 evaluate.validation_limit=100"
+)  # of few words: a run is short
 QUICK = "--recipe quickstart adapter.dropout=0.0 train.max_steps=100 train.batch_size=16 train.eval_steps=100"
+FEW = "evaluate.test_limit=200 evaluate.before=false --data {data}"
 # (folder under the output, command); runs in one folder are shared
 LANES = {
     "full": (
-        ("text14", f"compare text14-study --methods lora,mjlora,hydralora {SEARCH} --data {{data}}"),
-        ("text14", f"ablate unit --recipe text14-study {SEARCH} --data {{data}}"),
-        (
-            "text14",
-            f"compare text14-study --methods lora,{MIXTURES} --no-controls {SEARCH} --data {{data}} adapter.tasks=14",
-        ),
-        ("text14", f"compare text14-study --methods lora,{PLAIN} --no-controls {SEARCH} --data {{data}}"),
+        ("text14", f"compare text14-study --methods lora,mjlora --seeds 5 {SEARCH}"),
+        ("text14", f"ablate {HOME}/one-rate.yaml --recipe text14-study --seeds 5 --data {{data}} train.lr=8e-3"),
+        ("text14", f"compare text14-study --methods {ALL} --seeds 3 {SEARCH} adapter.tasks=14"),
+        ("text14", f"compare text14-study --methods {ALL} --seeds 5 {SEARCH} adapter.tasks=14"),
+        ("text14", "ablate unit --recipe text14-study --seeds 5 --data {data} train.lr=8e-3"),
     ),
     "small": (
         (
             "phrases",
-            f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 --widen "
-            "--lrs 4e-3,8e-3 adapter.r=2 data.answer=text train.max_steps=80 train.batch_size=16 train.eval_steps=80 "
-            "evaluate.test_limit=200 evaluate.validation_limit=100",
+            f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 "
+            "--lrs 2e-3,4e-3,8e-3 train.max_steps=80 train.eval_steps=80",
+        ),
+        (
+            "phrases-long",
+            f"ablate {HOME}/groups-three.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 10 "
+            "--lrs 2e-3,4e-3,8e-3 train.max_steps=160 train.eval_steps=160",
+        ),
+        (
+            "drawings",
+            f"compare vlm-tiny --methods {ALL} --seeds 5 --lrs 2e-3,4e-3,8e-3 --widen adapter.tasks=3 "
+            "train.max_steps=120 train.batch_size=16 train.eval_steps=60 evaluate.test_limit=null",
+        ),
+        (
+            "map",
+            "study conflict --conflict 0,0.5,1 --rules 2,8 --ranks 1,4 --cues wording "
+            f"--methods paper,ranks,prompt,random,oracle --seeds 5 {SHORT}",
+        ),
+        ("studies", f"ablate complexity {QUICK} --seeds 1 {FEW}"),
+        ("studies", f"ablate combinations {QUICK} --seeds 1 {FEW}"),
+        ("studies", f"ablate all {QUICK} --seeds 3 {FEW}"),
+        (
+            "cues",
+            "study conflict --conflict 1 --rules 2 --ranks 1 --cues given,domain "
+            f"--methods prompt,random,oracle --seeds 5 {SHORT}",
         ),
         (
             "desks",
@@ -59,19 +82,8 @@ LANES = {
             "--lrs 2e-3,4e-3,8e-3 adapter.r=2 train.max_steps=500 train.batch_size=32 train.eval_steps=250",
         ),
         (
-            "cues",
-            "study conflict --conflict 1 --rules 2 --ranks 1 --cues given,wording,domain "
-            f"--methods prompt,random,oracle --seeds 10 {SHORT}",
-        ),
-        (
-            "map",
-            "study conflict --conflict 0,0.5,1 --rules 2,4,8 --ranks 1 --cues wording "
-            f"--methods prompt,random,oracle,ranks,hydralora --seeds 5 {SHORT}",
-        ),
-        ("studies", f"ablate all {QUICK} --seeds 3 --data {{data}} evaluate.test_limit=200 evaluate.before=false"),
-        (
             "pictures",
-            f"compare vlm-tiny --methods {','.join((*COMPARED, *PEERS))} --seeds 3 --lrs 1e-3,2e-3,4e-3 --widen "
+            f"compare vlm-tiny --methods {ALL} --seeds 3 --lrs 1e-3,2e-3,4e-3 --widen "
             "--data {pictures} tasks={seen} adapter.tasks=6 data.cap=null data.max_length=256 train.max_steps=400 "
             "train.batch_size=32 train.eval_steps=200 evaluate.validation_limit=40 evaluate.test_limit=null "
             "evaluate.before=false",

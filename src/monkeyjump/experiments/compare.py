@@ -177,7 +177,8 @@ def _matched_gate(comparison: Comparison, routed: str) -> dict[str, float]:
         for cell in [*comparison.final, *comparison.searched]
         if cell.method == routed and cell.metrics.get("mean_gate") is not None
     ]
-    return {"uniform_gate": round(fmean(gates), 4)} if gates else {}
+    # rounded, so that it is the same whichever runs are there yet
+    return {"uniform_gate": round(fmean(gates), 3)} if gates else {}
 
 
 def _tested(recipe: Recipe, shared: Shared) -> EvaluationReport:
