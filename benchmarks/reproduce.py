@@ -2,9 +2,10 @@
 
     python benchmarks/reproduce.py --data DIR --pictures DIR --output runs/all --minutes 25
 
-Two lanes go side by side: runs that fill a GPU, and small ones, which leave it waiting for the host. They share it by
-NVIDIA's MPS where it is installed. What is finished is kept, and the same command goes on; another machine takes it by
-`benchmarks/cells.py`. `reproduce.json` has the seconds of every command. `--list` only shows them.
+First comes what is timed, with nothing beside it. Then two lanes go side by side: runs that fill a GPU, and small ones,
+which leave it waiting for the host. They share it by NVIDIA's MPS where it is installed. What is finished is kept, and
+the same command goes on; another machine takes it by `benchmarks/cells.py`. `reproduce.json` has the seconds of every
+command. `--list` only shows them.
 """
 
 from __future__ import annotations
@@ -28,53 +29,62 @@ from monkeyjump.methods.presets import COMPARED, PEERS
 from monkeyjump.record import write_atomic
 
 HOME = Path(__file__).parent / "opposed"
-SEARCH = "--lrs 8e-3,1.6e-2 --widen --data {data}"
+TEXT = "--lrs 4e-3,8e-3 --widen --data {data}"
 ALL = ",".join((*COMPARED, *PEERS))
-SHORT = "train.max_steps=150 train.batch_size=16 train.eval_steps=150 evaluate.test_limit=200"
-DESKS = "tasks={tasks}/sst2-poster.yaml,{tasks}/sst2-complaints.yaml"  # prompts that differ in more than a word
 PHRASES = (
     "tasks={tasks}/phrases-poster.yaml,{tasks}/phrases-complaints.yaml --widen adapter.r=2 data.answer=text "
     "train.batch_size=16 evaluate.test_limit=200 evaluate.validation_limit=100"
 )  # of few words: a run is short
+DESKS = "tasks={tasks}/sst2-poster.yaml,{tasks}/sst2-complaints.yaml"  # prompts that differ in more than a word
+DRAWINGS = (
+    f"compare vlm-tiny --methods {ALL} --lrs 2e-3,4e-3,8e-3 --widen adapter.tasks=3 "
+    "train.max_steps=120 train.batch_size=16 train.eval_steps=60 evaluate.test_limit=null"
+)
+MAP = (
+    "study conflict --conflict 0,0.5,1 --rules 2,8 --ranks 1,4 --cues wording --lrs 2e-3,4e-3,8e-3 "
+    "--methods paper,ranks,prompt,oracle,lime,moelora,hydralora "
+    "train.max_steps=150 train.batch_size=16 train.eval_steps=150 evaluate.test_limit=200"
+)
 QUICK = "--recipe quickstart adapter.dropout=0.0 train.max_steps=100 train.batch_size=16 train.eval_steps=100"
 FEW = "evaluate.test_limit=200 evaluate.before=false --data {data}"
+# times that nothing else may disturb, before everything else
+ALONE = (
+    (
+        "inference",
+        "bench inference --methods mjlora,moelora,hydralora,mola,moa --modes prefill,decode-graph --new 32 --jobs 7",
+    ),
+)
 # (folder under the output, command); runs in one folder are shared
 LANES = {
     "full": (
-        ("text14", f"compare text14-study --methods lora,mjlora --seeds 5 {SEARCH}"),
+        ("text14", f"compare text14-study --methods lora,mjlora --seeds 5 {TEXT}"),
+        ("text14", f"compare text14-study --methods {ALL} --seeds 1 {TEXT} adapter.tasks=14"),
         ("text14", f"ablate {HOME}/one-rate.yaml --recipe text14-study --seeds 5 --data {{data}} train.lr=8e-3"),
-        ("text14", f"compare text14-study --methods {ALL} --seeds 3 {SEARCH} adapter.tasks=14"),
-        ("text14", f"compare text14-study --methods {ALL} --seeds 5 {SEARCH} adapter.tasks=14"),
+        ("text14", f"compare text14-study --methods {ALL} --seeds 3 {TEXT} adapter.tasks=14"),
+        ("text14", f"compare text14-study --methods {ALL} --seeds 5 {TEXT} adapter.tasks=14"),
         ("text14", "ablate unit --recipe text14-study --seeds 5 --data {data} train.lr=8e-3"),
     ),
     "small": (
+        ("studies", f"ablate complexity {QUICK} --seeds 1 {FEW}"),
+        ("studies", f"ablate combinations {QUICK} --seeds 1 {FEW}"),
+        ("drawings", f"{DRAWINGS} --seeds 3"),
         (
             "phrases",
             f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 "
             "--lrs 2e-3,4e-3,8e-3 train.max_steps=80 train.eval_steps=80",
         ),
+        ("map", f"{MAP} --seeds 3"),
+        ("studies", f"ablate all {QUICK} --seeds 3 {FEW}"),
         (
             "phrases-long",
             f"ablate {HOME}/groups-three.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 10 "
             "--lrs 2e-3,4e-3,8e-3 train.max_steps=160 train.eval_steps=160",
         ),
+        ("drawings", f"{DRAWINGS} --seeds 5"),
+        ("map", f"{MAP} --seeds 5"),
         (
-            "drawings",
-            f"compare vlm-tiny --methods {ALL} --seeds 5 --lrs 2e-3,4e-3,8e-3 --widen adapter.tasks=3 "
-            "train.max_steps=120 train.batch_size=16 train.eval_steps=60 evaluate.test_limit=null",
-        ),
-        (
-            "map",
-            "study conflict --conflict 0,0.5,1 --rules 2,8 --ranks 1,4 --cues wording "
-            f"--methods paper,ranks,prompt,random,oracle --seeds 5 {SHORT}",
-        ),
-        ("studies", f"ablate complexity {QUICK} --seeds 1 {FEW}"),
-        ("studies", f"ablate combinations {QUICK} --seeds 1 {FEW}"),
-        ("studies", f"ablate all {QUICK} --seeds 3 {FEW}"),
-        (
-            "cues",
-            "study conflict --conflict 1 --rules 2 --ranks 1 --cues given,domain "
-            f"--methods prompt,random,oracle --seeds 5 {SHORT}",
+            "defaults",
+            f"ablate {HOME}/defaults.yaml {QUICK} --seeds 8 --lrs 2e-3,4e-3,8e-3 --widen {FEW}",
         ),
         (
             "desks",
@@ -87,11 +97,6 @@ LANES = {
             "--data {pictures} tasks={seen} adapter.tasks=6 data.cap=null data.max_length=256 train.max_steps=400 "
             "train.batch_size=32 train.eval_steps=200 evaluate.validation_limit=40 evaluate.test_limit=null "
             "evaluate.before=false",
-        ),
-        ("step", "bench step --methods all --modes graph --jobs 4"),
-        (
-            "inference",
-            "bench inference --methods mjlora,moelora,hydralora,mola,moa --modes prefill,decode-graph --jobs 4",
         ),
     ),
 }
@@ -156,7 +161,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="folder of the sets of pictures (default: runs without them)")
     parser.add_argument("--output", type=Path, default=Path("runs/all"))
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--jobs", default="4,6", metavar="FULL,SMALL", help="runs at a time in each lane; 0: none")
+    parser.add_argument("--jobs", default="5,6", metavar="FULL,SMALL", help="runs at a time in each lane; 0: none")
     parser.add_argument("--list", action="store_true", help="only show the commands")
     options = parser.parse_args()
     own_tasks(options.data, options.output)
@@ -168,16 +173,18 @@ def main() -> None:
             for folder, command in commands
             if seen or folder != "pictures"
         ]
-        for name, commands in LANES.items()
+        for name, commands in {"alone": ALONE, **LANES}.items()
     }
     if options.list:
         for commands in lanes.values():
             print(*(" ".join(["monkeyjump", *words, "--output", str(folder)]) for folder, words in commands), sep="\n")
         return
-    share_the_gpu(options.output)
     took: list[dict] = []
     end, jobs = time.time() + 60 * options.minutes, [int(count) for count in options.jobs.split(",")]
-    threads = [Lane(lanes[name], count, end, took) for name, count in zip(lanes, jobs, strict=True) if count]
+    if not (options.output / "inference").exists():
+        Lane(lanes["alone"], 1, end, took).run()
+    share_the_gpu(options.output)
+    threads = [Lane(lanes[name], count, end, took) for name, count in zip(LANES, jobs, strict=True) if count]
     for thread in threads:
         thread.start()
     for thread in threads:
