@@ -2,10 +2,10 @@
 
     python benchmarks/reproduce.py --data DIR --pictures DIR --output runs/all --minutes 25
 
-First comes what is timed, with nothing beside it. Then two lanes go side by side: runs that fill a GPU, and small ones,
-which leave it waiting for the host. They share it by NVIDIA's MPS where it is installed. What is finished is kept, and
-the same command goes on; another machine takes it by `benchmarks/cells.py`. `reproduce.json` has the seconds of every
-command. `--list` only shows them.
+First comes what is timed, with nothing beside it. Then three lanes go side by side: all methods on text, more seeds of
+the few that questions are about, and small runs, which leave the GPU waiting for the host. They share it by NVIDIA's
+MPS where it is installed. What is finished is kept, and the same command goes on; another machine takes it by
+`benchmarks/cells.py`. `reproduce.json` has the seconds of every command. `--list` only shows them.
 """
 
 from __future__ import annotations
@@ -56,24 +56,25 @@ ALONE = (
 )
 # (folder under the output, command); runs in one folder are shared
 LANES = {
-    "full": (
+    "methods": tuple(  # its controls are those of the other lane: no run is made twice
+        ("text14", f"compare text14-study --methods {ALL} --no-controls --seeds {seeds} {TEXT} adapter.tasks=14")
+        for seeds in (1, 3, 5)
+    ),
+    "seeds": (
         ("text14", f"compare text14-study --methods lora,mjlora --seeds 5 {TEXT}"),
-        ("text14", f"compare text14-study --methods {ALL} --seeds 1 {TEXT} adapter.tasks=14"),
         ("text14", f"ablate {HOME}/one-rate.yaml --recipe text14-study --seeds 5 --data {{data}} train.lr=8e-3"),
-        ("text14", f"compare text14-study --methods {ALL} --seeds 3 {TEXT} adapter.tasks=14"),
-        ("text14", f"compare text14-study --methods {ALL} --seeds 5 {TEXT} adapter.tasks=14"),
         ("text14", "ablate unit --recipe text14-study --seeds 5 --data {data} train.lr=8e-3"),
     ),
     "small": (
+        ("drawings", f"{DRAWINGS} --seeds 1"),
         ("studies", f"ablate complexity {QUICK} --seeds 1 {FEW}"),
-        ("studies", f"ablate combinations {QUICK} --seeds 1 {FEW}"),
-        ("drawings", f"{DRAWINGS} --seeds 3"),
         (
             "phrases",
             f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 "
             "--lrs 2e-3,4e-3,8e-3 train.max_steps=80 train.eval_steps=80",
         ),
         ("map", f"{MAP} --seeds 3"),
+        ("drawings", f"{DRAWINGS} --seeds 3"),
         ("studies", f"ablate all {QUICK} --seeds 3 {FEW}"),
         (
             "phrases-long",
@@ -161,9 +162,11 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="folder of the sets of pictures (default: runs without them)")
     parser.add_argument("--output", type=Path, default=Path("runs/all"))
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--jobs", default="5,6", metavar="FULL,SMALL", help="runs at a time in each lane; 0: none")
+    parser.add_argument("--jobs", default="6,2,5", metavar="A,B,C", help="runs at a time in each lane; 0: none")
     parser.add_argument("--list", action="store_true", help="only show the commands")
     options = parser.parse_args()
+    # a shell that starts this with & ignores Ctrl-C, and so would all commands, which are stopped by it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     own_tasks(options.data, options.output)
     seen = write_tasks(options.pictures, None, options.output / "tasks") if options.pictures else []
     places = {"data": options.data, "tasks": options.output / "tasks", "pictures": options.pictures}
