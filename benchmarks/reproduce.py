@@ -2,10 +2,11 @@
 
     python benchmarks/reproduce.py --data DIR --pictures DIR --output runs/all --minutes 25
 
-First comes what is timed, with nothing beside it. Then three lanes go side by side: all methods on text, more seeds of
-the few that questions are about, and small runs, which leave the GPU waiting for the host. They share it by NVIDIA's
-MPS where it is installed. What is finished is kept, and the same command goes on; another machine takes it by
-`benchmarks/cells.py`. `reproduce.json` has the seconds of every command. `--list` only shows them.
+First comes what is timed, with nothing beside it. Then four lanes go side by side, so that a search which ends with one
+run after another leaves no GPU idle: methods on text, those with scaling vectors, whose searches go far, more seeds of
+the few that questions are about, and small runs, which wait for the host. They share the GPU by NVIDIA's MPS where it
+is installed. What is finished is kept, and the same command goes on; another machine takes it by `benchmarks/cells.py`.
+`reproduce.json` has the seconds of every command. `--list` only shows them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from monkeyjump.record import write_atomic
 
 HOME = Path(__file__).parent / "opposed"
 TEXT = "--lrs 4e-3,8e-3 --widen --data {data}"
-ALL = ",".join((*COMPARED, *PEERS))
+ALL = (*COMPARED, *PEERS)
+SCALING = ("propulsion", "moe_propulsion", "mjpropulsion")
+# the controls are those of `seeds`: no run is made twice
+METHODS = f"compare text14-study {TEXT} adapter.tasks=14 --no-controls --methods"
 PHRASES = (
     "tasks={tasks}/phrases-poster.yaml,{tasks}/phrases-complaints.yaml --widen adapter.r=2 data.answer=text "
     "train.batch_size=16 evaluate.test_limit=200 evaluate.validation_limit=100"
 )  # of few words: a run is short
 DESKS = "tasks={tasks}/sst2-poster.yaml,{tasks}/sst2-complaints.yaml"  # prompts that differ in more than a word
 DRAWINGS = (
-    f"compare vlm-tiny --methods {ALL} --lrs 2e-3,4e-3,8e-3 --widen adapter.tasks=3 "
+    f"compare vlm-tiny --methods {','.join(ALL)} --lrs 2e-3,4e-3,8e-3 --widen adapter.tasks=3 "
     "train.max_steps=120 train.batch_size=16 train.eval_steps=60 evaluate.test_limit=null"
 )
 MAP = (
@@ -56,13 +60,17 @@ ALONE = (
 )
 # (folder under the output, command); runs in one folder are shared
 LANES = {
-    "methods": tuple(  # its controls are those of the other lane: no run is made twice
-        ("text14", f"compare text14-study --methods {ALL} --no-controls --seeds {seeds} {TEXT} adapter.tasks=14")
-        for seeds in (1, 3, 5)
+    "methods": (
+        ("text14", f"{METHODS} {','.join(name for name in ALL if name not in SCALING)} --seeds 1"),
+        ("text14", f"{METHODS} {','.join(ALL)} --seeds 3"),
+        ("text14", f"{METHODS} {','.join(ALL)} --seeds 5"),
+    ),
+    "scaling": (
+        ("text14", f"{METHODS} {','.join(SCALING)} --seeds 1"),
+        ("text14", f"ablate {HOME}/one-rate.yaml --recipe text14-study --seeds 5 --data {{data}} train.lr=8e-3"),
     ),
     "seeds": (
         ("text14", f"compare text14-study --methods lora,mjlora --seeds 5 {TEXT}"),
-        ("text14", f"ablate {HOME}/one-rate.yaml --recipe text14-study --seeds 5 --data {{data}} train.lr=8e-3"),
         ("text14", "ablate unit --recipe text14-study --seeds 5 --data {data} train.lr=8e-3"),
     ),
     "small": (
@@ -94,7 +102,7 @@ LANES = {
         ),
         (
             "pictures",
-            f"compare vlm-tiny --methods {ALL} --seeds 3 --lrs 1e-3,2e-3,4e-3 --widen "
+            f"compare vlm-tiny --methods {','.join(ALL)} --seeds 3 --lrs 1e-3,2e-3,4e-3 --widen "
             "--data {pictures} tasks={seen} adapter.tasks=6 data.cap=null data.max_length=256 train.max_steps=400 "
             "train.batch_size=32 train.eval_steps=200 evaluate.validation_limit=40 evaluate.test_limit=null "
             "evaluate.before=false",
@@ -162,7 +170,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="folder of the sets of pictures (default: runs without them)")
     parser.add_argument("--output", type=Path, default=Path("runs/all"))
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--jobs", default="6,2,5", metavar="A,B,C", help="runs at a time in each lane; 0: none")
+    parser.add_argument("--jobs", default="6,3,2,4", metavar="A,B,C,D", help="runs at a time in each lane; 0: none")
     parser.add_argument("--list", action="store_true", help="only show the commands")
     options = parser.parse_args()
     # a shell that starts this with & ignores Ctrl-C, and so would all commands, which are stopped by it
