@@ -24,7 +24,7 @@ def pack(folder: Path, file: Path) -> None:
             record["config"]["data"]["folder"] = record["config"]["output"] = None
             record["command"] = []  # that of the process which was told to make it
             cells[path.parent.relative_to(folder).as_posix()] = record
-    write_atomic(file, json.dumps({"cells": cells}, indent=0, sort_keys=True) + "\n")
+    write_atomic(file, json.dumps({"cells": cells}, indent=0) + "\n")
     print(f"{len(cells)} runs in {file}")
 
 

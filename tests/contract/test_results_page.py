@@ -51,7 +51,9 @@ def test_another_record_is_another_page(tmp_path: Path) -> None:
     before = PAGE.read_text(encoding="utf-8").splitlines()
     after = rendered(PAGE.read_text(encoding="utf-8"), tmp_path).splitlines()
     changed = [line for line in after if line not in before]
-    assert len(changed) == 7  # a headline, LoRA, the four that are compared with it, and MJ-LoRA less LoRA
+    assert (
+        len(changed) == 9
+    )  # a headline, LoRA, the five compared with it, MJ-LoRA less LoRA, and a p corrected with it
     assert any(line.startswith("| lora | 0.008 | 357,120 | 55.9 ± ") for line in changed)
 
 
@@ -76,7 +78,7 @@ def test_throughput_is_read_where_it_was_measured(tmp_path: Path, moelora: float
     """MJ-LoRA decodes 120 tokens a second."""
     shutil.copytree(RECORDS, tmp_path, dirs_exist_ok=True)
     record = json.loads((RECORDS / "bench-inference-qwen2-0.5b-h200.json").read_text())
-    speeds = {"base": 150.0, "peft-lora": 90.0, "mjlora": 120.0, "moelora": moelora, "mola": mola}
+    speeds = {"floor": 150.0, "peft-lora": 90.0, "mjlora": 120.0, "moelora": moelora, "mola": mola}
     rows = [{"variant": name, "mode": "decode-graph", "tokens_per_second": speed} for name, speed in speeds.items()]
     record["metrics"] = {"rows": [*rows, {"variant": "mola", "mode": "prefill", "tokens_per_second": 1.0}]}
     (tmp_path / "bench-inference-mixtures-qwen2-0.5b-h200.json").write_text(json.dumps(record))
