@@ -91,16 +91,21 @@ def trained(method: str, choice: str) -> tuple[list[dict[str, torch.Tensor]], An
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Within the tolerance of the largest entry of each tensor, as the orders of summation differ."""
+    """Within the tolerance of the largest entry of each tensor, as the orders of summation differ.
+
+    A parameter of one number has a gradient that nearly cancels: it is held to the largest of its name.
+    """
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        scale = float(value.abs().max()) if value.is_floating_point() else 0.0
+        alone = value.shape == (1,)
+        alike = [expected[key] for key in expected if alone and key.endswith(name.rpartition(".")[2])] or [value]
+        scale = float(torch.cat([each.flatten() for each in alike]).abs().max()) if value.is_floating_point() else 0.0
         torch.testing.assert_close(
             found[name], value, rtol=TOLERANCE, atol=TOLERANCE * scale, msg=f"{{}} in {name}".format
         )
 
 
-@pytest.mark.parametrize("method", [*(method for method in METHODS if method != "mola"), "mjlora_prompt"])
+@pytest.mark.parametrize("method", [*(method for method in METHODS if method != "mola"), "mjlora_prompt", "lime"])
 def test_triton_is_torch(method: str, launches: Counter[str]) -> None:
     expected, model = trained(method, "torch")
     assert not launches

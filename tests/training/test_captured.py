@@ -71,7 +71,9 @@ def test_twenty_replayed_steps_are_twenty_ordinary_ones(adapter: str, direct: bo
     assert report.replayed == 40 - 3 * captured.WARM_UP
 
 
-@pytest.mark.parametrize("method", ["hydralora", "moelora", "mixlora", "more", "moa", "mjlora_task", "mjlora_prompt"])
+@pytest.mark.parametrize(
+    "method", ["hydralora", "moelora", "mixlora", "more", "moa", "lime", "mjlora_task", "mjlora_prompt"]
+)
 def test_other_routers_are_replayed_with_what_they_read_and_say(method: str) -> None:
     models = [wrap(tiny_llama(), config_of(method)).train() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

@@ -44,13 +44,27 @@ class LimeAdapter(LoraAdapter):
             nn.init.normal_(self.shared, std=SHARED_STD)
             nn.init.zeros_(self.shared_gate)
 
-    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
-        delta = ops.project_up(self.down(x), self.B, self.scaling)
-        if not self.experts:
-            return delta if gate is None else delta * gate.to(delta.dtype)
-        weights = torch.full((self.experts,), 1 / self.experts, device=x.device) if gate is None else gate.float()
-        return delta * (weights @ self.v + self.shared_gate * self.shared).to(delta.dtype)
+    def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
+        if self.experts and self._in_kernels(x, out, gate):
+            return self._product(x, out, *self._groups(gate, x))
+        return super().forward(x, base, out, gate)
 
-    def first_outputs(self, x: Tensor) -> Tensor:
-        """The first E channels of delta for x [..., D], in fp32 and without dropout."""
-        return (x.float() @ self.A.T) @ self.B[: self.experts].T * self.scaling
+    def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
+        if not self.experts:
+            return super().delta(x, base, gate)
+        return ops.project_up_each(self.down(x) * self.scaling, *self._groups(gate, x))
+
+    def _groups(self, gate: Gate, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The modulated delta is that of E + 1 experts that share A: their B [O, (E + 1) * R], and gates [..., E + 1].
+
+        No tensor of a token's whole width is kept for it.
+        """
+        if gate is None:
+            gate = x.new_full((*x.shape[:-1], self.experts), 1 / self.experts)
+        factors = torch.cat([self.v, self.shared_gate * self.shared[None]]).T
+        B = (factors.unsqueeze(-1) * self.B.unsqueeze(-2)).flatten(-2)
+        return B, torch.cat([gate, torch.ones_like(gate[..., :1])], -1).float()
+
+    def first_outputs(self, z: Tensor) -> Tensor:
+        """The first E channels of delta, from A x [..., R] in fp32 and without dropout."""
+        return z @ self.B[: self.experts].T * self.scaling

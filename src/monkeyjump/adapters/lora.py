@@ -50,16 +50,22 @@ class LoraAdapter(Adapter):
         return None
 
     def forward(self, x: Tensor, base: Tensor, out: Tensor, gate: Gate) -> Tensor:
-        alike = out.dtype in (x.dtype, dispatch.autocast_dtype(x))  # cast as it was for the frozen product
-        if not (self.fused and alike and fits_tokens(gate, x) and dispatch.uses_kernels(out)):
+        if not (self.fused and self._in_kernels(x, out, gate)):
             return super().forward(x, base, out, gate)
+        return self._product(x, out, self.B, gate)
+
+    def _in_kernels(self, x: Tensor, out: Tensor, gate: Gate) -> bool:
+        alike = out.dtype in (x.dtype, dispatch.autocast_dtype(x))  # cast as it was for the frozen product
+        return alike and fits_tokens(gate, x) and dispatch.uses_kernels(out)
+
+    def _product(self, x: Tensor, out: Tensor, B: Tensor, gate: Gate) -> Tensor:
+        """out + B (gate * A dropout(x)) times all scales, in one kernel; of more columns than ranks B shares its A."""
         from monkeyjump.ops import gated_lora
 
         x = x.to(out.dtype)
         dropout = self.dropout if self.training else 0.0
         seed = None if self.seeds is None or dropout == 0 else self.seeds(x.device)
-        diagonal = self.rank_scale()
-        return gated_lora.gated_lora(out, x, self.A, self.B, self.scaling, gate, diagonal, dropout, seed)
+        return gated_lora.gated_lora(out, x, self.A, B, self.scaling, gate, self.rank_scale(), dropout, seed)
 
     def down(self, x: Tensor) -> Tensor:
         """A dropout(x)."""

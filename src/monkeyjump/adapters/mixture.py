@@ -94,8 +94,7 @@ class HydraMixture(LoraMixture):
     def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         z = self.down(x)
         gates = torch.ones(self.experts, device=z.device) if gate is None else gate
-        spread = (gates.unsqueeze(-1) * (z * self.scaling).unsqueeze(-2)).flatten(-2)
-        return F.linear(spread.to(z.dtype), self.B.to(z.dtype))
+        return ops.project_up_each(z * self.scaling, self.B, gates)
 
     def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
         z = F.linear(x, self.A.to(x.dtype)) * self.scaling

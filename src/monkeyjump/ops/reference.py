@@ -88,6 +88,11 @@ def project_up(z: Tensor, B: Tensor, gate: Tensor | float) -> Tensor:
     return F.linear((z * gate).to(z.dtype), B.to(z.dtype))
 
 
+def project_up_each(z: Tensor, B: Tensor, gates: Tensor) -> Tensor:
+    """sum_g gates_g B_g z of G up-projections that share their z: z [..., R], B [O, G * R], gates [..., G] or [G]."""
+    return F.linear((gates.unsqueeze(-1) * z.unsqueeze(-2)).flatten(-2).to(z.dtype), B.to(z.dtype))
+
+
 def hashed_bits(count: int, seed: Tensor) -> Tensor:
     """`count` pseudo-random 32-bit numbers, entry i a pure function of (seed, i): the murmur3 finaliser.
 

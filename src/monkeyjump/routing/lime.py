@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from monkeyjump.config import MonkeyJumpConfig
 from monkeyjump.ops import reference as ops
+from monkeyjump.ops.router_logits import router_linear
 from monkeyjump.routing.learned import LearnedDecision, around_one
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ class LimeRouter(nn.Module):
         linear, adapter = vars(self)["beside"]
         with torch.autocast(x.device.type, enabled=False):
             weight, bias = linear.weight()[: self.experts], linear.bias()
-            frozen = x.float() @ weight.float().T
+            read = router_linear(x, torch.cat([weight.float(), adapter.A]))  # x is read once, and kept as it came
+            frozen, z = read.split([self.experts, adapter.A.shape[0]], -1)
             frozen = frozen if bias is None else frozen + bias[: self.experts].float()
-            return decide(frozen, adapter.first_outputs(x), self.config, self.training)
+            return decide(frozen, adapter.first_outputs(z), self.config, self.training)
 
 
 def decide(frozen: Tensor, delta: Tensor, config: MonkeyJumpConfig, training: bool) -> LearnedDecision:
