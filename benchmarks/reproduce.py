@@ -5,8 +5,9 @@
 First comes what is timed, with nothing beside it. Then four lanes go side by side, so that a search which ends with one
 run after another leaves no GPU idle: methods on text, those with scaling vectors, whose searches go far, more seeds of
 the few that questions are about, and small runs, which wait for the host. They share the GPU by NVIDIA's MPS where it
-is installed. What is finished is kept, and the same command goes on; another machine takes it by `benchmarks/cells.py`.
-`reproduce.json` has the seconds of every command. `--list` only shows them.
+is installed. What is finished is kept, and the same command goes on; another machine takes it by `benchmarks/cells.py`,
+and `--take` begins with the runs of `benchmarks/results`. `reproduce.json` has the seconds of every command. `--list`
+only shows them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import threading
 import time
 from pathlib import Path
 
-from pictures import write_tasks  # beside this file
+from cells import unpack  # beside this file
+from pictures import write_tasks
 
 from monkeyjump.methods.presets import COMPARED, PEERS
 from monkeyjump.record import write_atomic
 
 HOME = Path(__file__).parent / "opposed"
+TAKEN = {"text14": "cells-text14-study-smollm2-135m-h200", "drawings": "cells-drawings-vlm-tiny-h200"}
 TEXT = "--lrs 4e-3,8e-3 --widen --data {data}"
 ALL = (*COMPARED, *PEERS)
 SCALING = ("propulsion", "moe_propulsion", "mjpropulsion")
@@ -172,6 +175,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/all"))
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--jobs", default="6,3,2,4", metavar="A,B,C,D", help="runs at a time in each lane; 0: none")
+    parser.add_argument("--take", action="store_true", help="begin with the runs of benchmarks/results, made elsewhere")
     parser.add_argument("--list", action="store_true", help="only show the commands")
     options = parser.parse_args()
     # a shell that starts this with & ignores Ctrl-C, and so would all commands, which are stopped by it
@@ -191,6 +195,10 @@ def main() -> None:
         for commands in lanes.values():
             print(*(" ".join(["monkeyjump", *words, "--output", str(folder)]) for folder, words in commands), sep="\n")
         return
+    if options.take:
+        for folder, name in TAKEN.items():
+            data = str(options.data) if folder == "text14" else None
+            unpack(HOME.parent / "results" / f"{name}.json", options.output / folder, data)
     took: list[dict] = []
     end, jobs = time.time() + 60 * options.minutes, [int(count) for count in options.jobs.split(",")]
     if not (options.output / "inference").exists():

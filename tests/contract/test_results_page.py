@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments.ablate import verdicts
 from monkeyjump.experiments.study import Study
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "make_results.py"))
+CELLS = runpy.run_path(str(ROOT / "benchmarks" / "cells.py"))
 BLOCK, rendered = SCRIPT["BLOCK"], SCRIPT["rendered"]
 FIGURE, outdated = SCRIPT["FIGURE"], SCRIPT["outdated"]
 PAGE, RECORDS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
@@ -85,6 +87,25 @@ def test_throughput_is_read_where_it_was_measured(tmp_path: Path, moelora: float
     table = rendered("<!-- table: headlines -->\n", tmp_path)
     (row,) = [line for line in table.splitlines() if "throughput" in line]
     assert row.endswith(f"| {verdict} |")
+
+
+COMPARISONS = {
+    "compare-text14-study-smollm2-135m-h200": "cells-text14-study-smollm2-135m-h200",
+    "compare-text14-one-rate-smollm2-135m-h200": "cells-text14-study-smollm2-135m-h200",
+    "compare-text14-mixtures-smollm2-135m-h200": "cells-text14-study-smollm2-135m-h200",
+    "compare-drawings-vlm-tiny-h200": "cells-drawings-vlm-tiny-h200",
+}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_comparison_is_what_its_runs_say(name: str, tmp_path: Path) -> None:
+    """The command of the record finds all of its runs made, and says the same of them."""
+    record = json.loads((RECORDS / f"{name}.json").read_text())
+    CELLS["unpack"](RECORDS / f"{COMPARISONS[name]}.json", tmp_path, "DIR" if "DIR" in record["command"] else None)
+    cells = {path: path.read_bytes() for path in tmp_path.glob("cells/**/record.json")}
+    assert main([*record["command"][1:], "--output", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "compare.json").read_text())["metrics"] == record["metrics"]
+    assert {path: path.read_bytes() for path in tmp_path.glob("cells/**/record.json")} == cells
 
 
 def test_a_kind_of_table_that_does_not_exist_is_named() -> None:

@@ -55,7 +55,7 @@ def grid_of_methods(
 
 
 def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1, on: str = "local") -> Comparison:
-    """Run whatever of the grid is not there yet; every bad name or setting is found first.
+    """Run whatever of the grid is not there yet; every bad name or setting is found first, and missing data.
 
     `jobs` runs are made at a time, each in a process of its own; 1: in this process; "auto": as `jobs.auto_jobs` says.
     `on` names a cluster instead of this machine, as `clusters.engine_of` reads it.
@@ -65,6 +65,10 @@ def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1, on: str 
     if not comparison.seeds or not all(comparison.lrs.values()):
         raise ConfigError("a comparison needs at least one seed and one learning rate.")
     writable_folder(output, "output")
+    from monkeyjump.experiments.jobs import Schedule, run_jobs
+
+    if not Schedule(comparison, output).ready(set()):  # all is there, and needs no data
+        return comparison
     # the search does not open test, and would find it broken late
     for tasks, bad_media, folder in {
         (tuple(r.tasks), r.data.bad_media, r.data.folder) for r in comparison.recipes.values()
@@ -75,8 +79,6 @@ def run_grid(comparison: Comparison, output: Path, jobs: int | str = 1, on: str 
 
         run_on(engine_of(on, jobs, output), comparison, output)
     elif jobs != 1:
-        from monkeyjump.experiments.jobs import run_jobs
-
         run_jobs(comparison, output, jobs)
     _run_rest(comparison, output)
     return comparison
