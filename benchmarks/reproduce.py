@@ -61,6 +61,7 @@ ALONE = (
         "inference",
         "bench inference --methods mjlora,moelora,hydralora,mola,moa --modes prefill,decode-graph --new 32 --jobs 7",
     ),
+    ("step", "bench step --methods all --modes graph --jobs 7"),
 )
 # (folder under the output, command); runs in one folder are shared
 LANES = {
@@ -79,13 +80,12 @@ LANES = {
     ),
     "small": (
         ("drawings", f"{DRAWINGS} --seeds 1"),
-        ("studies", f"ablate complexity {QUICK} --seeds 1 {FEW}"),
+        ("map", f"{MAP} --seeds 3"),
         (
             "phrases",
             f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 20 "
             "--lrs 2e-3,4e-3,8e-3 train.max_steps=80 train.eval_steps=80",
         ),
-        ("map", f"{MAP} --seeds 3"),
         ("drawings", f"{DRAWINGS} --seeds 3"),
         ("studies", f"ablate all {QUICK} --seeds 3 {FEW}"),
         (
@@ -201,8 +201,8 @@ def main() -> None:
             unpack(HOME.parent / "results" / f"{name}.json", options.output / folder, data)
     took: list[dict] = []
     end, jobs = time.time() + 60 * options.minutes, [int(count) for count in options.jobs.split(",")]
-    if not (options.output / "inference").exists():
-        Lane(lanes["alone"], 1, end, took).run()
+    timed = [(folder, words) for folder, words in lanes["alone"] if not folder.exists()]
+    Lane(timed, 1, end, took).run()
     share_the_gpu(options.output)
     threads = [Lane(lanes[name], count, end, took) for name, count in zip(LANES, jobs, strict=True) if count]
     for thread in threads:

@@ -148,9 +148,19 @@ def _effects(records: Path, name: str) -> Table:
 
 
 def _costs(records: Path, name: str) -> Table:
-    """What every variant trains, and what its router has."""
-    rows = [[r["variant"], f"{r['trainable']:,}", f"{r['router']:,}"] for r in _metrics(records, name)["rows"]]
-    return Table("", ["method", "trainable", "of the router"], rows)
+    """What every method trains, what of that is its router, and the rest as a multiple of its base adapter.
+
+    Beside it are time and memory of a captured step over those of the frozen model, for the methods that have them.
+    """
+    found = {row["variant"]: row for row in _metrics(records, name)["rows"]}
+    steps = {row["variant"]: row for row in _metrics(records, STEP)["rows"] if row["mode"] == "graph"}
+    rows = []
+    for method, row in found.items():
+        times = (row["trainable"] - row["router"]) / found[BASES.get(method, "lora")]["trainable"]
+        step = [f"{steps[method][key]:.3f}" for key in ("time_vs_floor", "memory_vs_floor")] if method in steps else []
+        rows.append([method, f"{row['trainable']:,}", f"{row['router']:,}", f"{times:.2f}", *(step or ["", ""])])
+    columns = ["method", "trainable", "of the router", "the rest / base adapter", "step / floor", "memory / floor"]
+    return Table("", columns, rows)
 
 
 def _map(records: Path, name: str) -> Table:
@@ -293,6 +303,8 @@ SAME_ADAPTER = {
     "mjpropulsion": "moe_propulsion",
 }
 PLAIN = {"mjlora": "lora", "mjlorafa": "lora_fa", "mjadalora": "adalora", "mjpropulsion": "propulsion"}
+# the adapter that a method has one or several of, where it is not LoRA
+BASES = {name: name for name in PLAIN.values()} | PLAIN | {SAME_ADAPTER[name]: base for name, base in PLAIN.items()}
 DECODING = "bench-inference-mixtures-qwen2-0.5b-h200"
 STEP, ALL_METHODS = "bench-step-qwen2-0.5b-h200", "compare-builtin17-smollm2-135m-h200"
 # what was forecast, and what was trained on the same mixture, with the methods that route

@@ -38,6 +38,7 @@ from monkeyjump.tuner.centers.sample import forward_inputs
 from monkeyjump.tuner.model import require_context
 
 Cosines = list[list[float]]
+BIT_ROWS = 384  # of all tasks together, from which the bits are counted; at most 64 of each
 PLACES = ("target_modules", "shared_modules", "layers_to_transform", "layers_to_route")  # where adapters are
 
 
@@ -182,7 +183,7 @@ def _bits(recipe: Recipe, tasks: list[Any], shared: Shared) -> tuple[list[float]
     model = get_peft_model(base, methods.build(recipe.method, recipe.preset, **recipe.adapter))
     calibration = training_data(recipe, tasks, tokenizer, FastSettings(False, False)).calibration
     report = initialize_centers(model, calibration, seed=recipe.seed)
-    usage = measure_usage(model, tokenizer, tasks, recipe)
+    usage = measure_usage(model, tokenizer, tasks, recipe, min(64, -(-BIT_ROWS // len(tasks))))
     shared.give_back(model, tokenizer)
     if usage is None:
         raise ConfigError(f"method={recipe.method!r} has no centres to look at: choose mjlora.", title="forecast")
