@@ -88,9 +88,11 @@ def gradients_of(
     return out.detach(), dict(zip(leaves, found, strict=True))
 
 
-def gates_and_sums(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, how: Any) -> Any:
+def gates_and_sums(
+    h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, how: Any, mean: Any = None
+) -> Any:
     """Gates of the kernels, with the sums [E, D] and counts [E] that they write."""
     from monkeyjump.ops import routing
 
     sums, counts = torch.empty(len(centers), h.shape[-1], device=h.device), torch.empty(len(centers), device=h.device)
-    return routing.fused_gates(h, centers, how, queries, sums.unbind(), counts.unbind()), sums, counts
+    return routing.fused_gates(h, centers, how, queries, sums.unbind(), counts.unbind(), mean), sums, counts

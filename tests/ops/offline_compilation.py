@@ -129,6 +129,9 @@ def routing_kernels(dtype: torch.dtype, experts: int, width: int) -> None:
     route.token_gates(h, centers, settings)
     sums, counts = list(torch.empty(experts, width)), list(torch.empty(experts))
     route.token_gates(h, centers, settings, queries, sums, counts)
+    if experts < route.MOST_EXPERTS:
+        route.token_gates(h, centers, settings, mean=torch.rand(width))
+        route.token_gates(h, centers, settings, queries, sums, counts, torch.rand(width))
 
 
 def clustering_kernels(dtype: torch.dtype, clusters: int) -> None:

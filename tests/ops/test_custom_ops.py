@@ -131,10 +131,13 @@ OPS: dict[str, tuple[Any, Callable[[], tuple]]] = {
         grouped_products.down_backward_op,
         lambda: (group_gradients()[0], x(), dz(), normal(2, 5), *group_gradients()[1][2:5:2], seed(), 0.3, True),
     ),
-    "gates": (routing.gates_op, lambda: (x(), centers(), 2, 0.5, True)),
+    "gates": (routing.gates_op, lambda: (x(), [*centers(), normal(D)], [2, 2], [0.5, 1.0], [True, False, True])),
     "gates_into": (
         routing.gates_into_op,
-        lambda: (x(), centers(), torch.arange(N, device=DEVICE) > 2, *staged(), [2, 2], 0.5, [False, False]),
+        lambda: (
+            *(x(), centers(), torch.arange(N, device=DEVICE) > 2, *staged()),
+            *([2, 2], [0.5, 1.0], [False, False, False]),
+        ),
     ),
 }
 
@@ -177,7 +180,7 @@ def test_autograd_sees_what_an_op_writes() -> None:
     """A tensor kept for backward and written into since is an error, not a wrong gradient."""
     sums, counts = staged()
     kept = normal(D, seed=1).requires_grad_() * sums[1]
-    routing.gates_into_op(x(), centers(), None, sums, counts, [2, 2], 0.5, [False, False])
+    routing.gates_into_op(x(), centers(), None, sums, counts, [2, 2], [0.5, 1.0], [False, False, False])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
 

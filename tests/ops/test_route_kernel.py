@@ -28,12 +28,16 @@ def centers(experts: int, width: int, seed: int = 3) -> list[torch.Tensor]:
     return [normal(width, seed=seed + e) for e in range(experts)]
 
 
-def expected(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, how: Any) -> Found:
+def expected(
+    h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor | None, how: Any, mean: torch.Tensor | None
+) -> Found:
     """The equations in float64: h [N, D]."""
     wide, c = h.double(), torch.stack(centers).double()
+    if mean is not None:
+        wide = wide - wide.norm(dim=-1, keepdim=True) * mean.double()
     length = wide.norm(dim=-1, keepdim=True).clamp_min(reference.EPS)
     logits = (wide / length) @ (c / c.norm(dim=-1, keepdim=True).clamp_min(reference.EPS)).T
-    gates = reference.gates(logits, how.top_k, how.temperature, how.renormalize)
+    gates = how.strength * reference.gates(logits, how.top_k, how.temperature, how.renormalize)
     members = reference.top_k_mask(logits, how.member_k)
     u = wide / length if how.unit else wide
     counted = torch.ones(h.shape[0], dtype=torch.bool, device=h.device) if queries is None else queries
@@ -41,18 +45,21 @@ def expected(h: torch.Tensor, centers: list[torch.Tensor], queries: torch.Tensor
     return gates, sums, (members & counted[:, None]).sum(0)
 
 
-def compare(h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None, how: Any) -> Found:
+def compare(
+    h: torch.Tensor, c: list[torch.Tensor], queries: torch.Tensor | None, how: Any, mean: torch.Tensor | None = None
+) -> Found:
     """The kernels on the tokens h [N, D]; rows that are no query may hold anything, also in their gates."""
-    in_tiles = len(c) > kernels.BY_SUMS
-    gates, sums, counts = gates_and_sums(h, c, queries, how)
+    in_tiles = len(c) + (mean is not None) > kernels.BY_SUMS
+    gates, sums, counts = gates_and_sums(h, c, queries, how, mean)
     assert gates.dtype == sums.dtype == counts.dtype == torch.float32
-    alone = routing.fused_gates(h, c, how)
+    alone = routing.fused_gates(h, c, how, mean=mean)
     if in_tiles or h.shape[0] > FEW_TOKENS:  # few tokens are other programs, with sums in another order
         assert torch.equal(alone.nan_to_num(), gates.nan_to_num())
-    gates64, sums64, counts64 = expected(h, c, queries, how)
+    gates64, sums64, counts64 = expected(h, c, queries, how, mean)
     real = slice(None) if queries is None else queries
     # in tiles, products with bf16 keep 16 bits of the centres and of the norms; a temperature enlarges what is lost
     lost = 2e-5 if h.dtype == torch.bfloat16 and in_tiles else 1e-6
+    lost *= 1 if mean is None else 10  # what tokens have in common is taken off again, with its digits
     off = lost * max(1.0, 1 / how.temperature)
     for found in (gates, alone):
         torch.testing.assert_close(found[real].double(), gates64[real], rtol=off, atol=off)
@@ -199,6 +206,29 @@ def test_a_token_of_zeros(renormalize: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("poison", "kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("experts", [1, 3, 6])
+def test_the_centred_space(experts: int, unit: bool, dtype: torch.dtype) -> None:
+    """Tokens that share a direction, as those of models do, among them one of zeros and one that is a sink."""
+    common = normal(33, seed=2)
+    h = (normal(40, 33, seed=1) + common).to(dtype)
+    h[3], h[5] = 0.0, 1e4 * h[5]
+    mean = torch.nn.functional.normalize(h.float(), dim=-1).mean(0)
+    how = settings(top_k=min(2, experts), member_k=1, temperature=0.2, renormalize=True, unit=unit, strength=experts)
+    gates, _, _ = compare(guarded(h), centers(experts, 33), None, how, guarded(mean))
+    torch.testing.assert_close(gates.mean(-1), torch.ones(40, device=DEVICE))
+
+
+@pytest.mark.usefixtures("poison", "kernel")
+def test_padding_may_hold_anything_in_the_centred_space() -> None:
+    h, mean = normal(20, 21, seed=1), guarded(0.2 * normal(21, seed=4))
+    queries = torch.arange(20, device=DEVICE) % 3 > 0
+    h[~queries] = math.nan
+    compare(h, centers(3, 21), queries, settings(), mean)
+
+
+@pytest.mark.usefixtures("poison", "kernel")
 def test_a_center_of_zeros() -> None:
     compare(normal(9, 16, seed=1), [torch.zeros(16, device=DEVICE), *centers(2, 16)], None, settings())
 
@@ -252,7 +282,7 @@ def test_states_that_are_not_contiguous(layout: str) -> None:
     assert torch.equal(strange, h)
     queries = (torch.arange(24, device=DEVICE) % 3 > 0)[None, ::2]
     gates, sums, counts = gates_and_sums(strange, c, queries, settings())
-    gates64, sums64, counts64 = expected(h[0], c, queries[0], settings())
+    gates64, sums64, counts64 = expected(h[0], c, queries[0], settings(), None)
     assert gates.shape == (1, 12, 3)
     for found in (gates, routing.fused_gates(strange, c, settings())):
         assert error(found[0], gates64) < 1e-6
@@ -264,7 +294,7 @@ def test_one_mask_for_all_rows_of_a_batch() -> None:
     h, c = normal(4, 6, 20, seed=1), centers(3, 20)
     queries = torch.tensor([[True], [False], [True], [True]], device=DEVICE)
     _, sums, counts = gates_and_sums(h, c, queries, settings())
-    _, sums64, counts64 = expected(h.flatten(0, 1), c, queries.expand(4, 6).flatten(), settings())
+    _, sums64, counts64 = expected(h.flatten(0, 1), c, queries.expand(4, 6).flatten(), settings(), None)
     assert error(sums, sums64) < 2e-6
     assert torch.equal(counts.long(), counts64)
 
@@ -272,7 +302,10 @@ def test_one_mask_for_all_rows_of_a_batch() -> None:
 def test_guards_and_settings_are_what_they_seem() -> None:
     """A test of the tests: the reference above tells settings apart."""
     h, c = guarded(normal(23, 19, seed=1)), centers(4, 19)
-    one = expected(h, c, None, settings())
+    one = expected(h, c, None, settings(), None)
+    others = [expected(h, c, None, settings(), 0.2 * normal(19, seed=9))]
     for changes in ({"top_k": 1}, {"temperature": 0.5}, {"renormalize": True}, {"member_k": 1}, {"unit": False}):
-        other = expected(h, c, None, replace(settings(), **changes))
+        others.append(expected(h, c, None, replace(settings(), **changes), None))
+    others.append(expected(h, c, None, settings(strength=3.0), None))
+    for other in others:
         assert any(error(a, b.double()) > 1e-2 for a, b in zip(one, other, strict=True))

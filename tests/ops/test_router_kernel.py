@@ -44,9 +44,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     called: list[str] = []
     original = routing.fused_gates
 
-    def spy(*args: Any) -> Any:
+    def spy(*args: Any, **named: Any) -> Any:
         called.append("gates and sums" if len(args) > 4 else "gates")
-        return original(*args)
+        return original(*args, **named)
 
     monkeypatch.setattr(routing, "fused_gates", spy)
     return called
@@ -68,6 +68,9 @@ def assert_same_decision(found: Decided, other: Decided) -> None:
         {"ema_assign": "top1"},
         {"ema_assign": "topk"},
         {"ema_space": "raw"},
+        {"mean_gate": 0.5},
+        {"route_space": "centered", "ema_assign": "topk"},
+        {"route_space": "centered", "ema_space": "raw", "mean_gate": 1.0, "temperature": 0.2},
     ],
     ids=str,
 )
@@ -78,6 +81,8 @@ def test_the_router_takes_the_kernel_and_decides_the_same(
     mask = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
     mask[0, :4] = False
     given = {"selection": Selection(queries=mask), "staged": with_statistics}
+    if how.route_space == "centered":
+        given["mean"] = 0.1 * normal(20, seed=8)
     found = decide("triton", h, c, how, **given)
     assert launches == ["gates and sums" if with_statistics else "gates"]
     assert_same_decision(found, decide("torch", h, c, how, **given))
@@ -86,8 +91,6 @@ def test_the_router_takes_the_kernel_and_decides_the_same(
 
 ASIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another similarity": ({"similarity": "dot"}, {}),
-    "centred tokens": ({}, {"mean": "mean"}),
-    "a mean gate": ({"mean_gate": 0.5}, {}),
     "noise": ({"jitter": 0.5}, {"training": True}),
     "one decision for a row": ({}, {"selection": Selection(source=torch.tensor([[3], [1]]))}),
     "pooled rows": ({}, {"selection": Selection(pool="mean")}),
@@ -97,8 +100,6 @@ ASIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ASIDE)
 def test_the_kernel_steps_aside_for_what_it_does_not_know(name: str, launches: list[str]) -> None:
     changes, given = ASIDE[name]
-    if "mean" in given:
-        given = {"mean": 0.1 * normal(20, seed=8)}
     h, c, how = normal(2, 9, 20, seed=1), centers(3, 20), config(**changes)
     assert_same_decision(decide("triton", h, c, how, **given), decide("torch", h, c, how, **given))
     assert not launches

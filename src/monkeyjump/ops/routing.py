@@ -25,8 +25,9 @@ def fused_gates(
     queries: Tensor | None = None,
     sums: Sequence[Tensor] | None = None,
     counts: Sequence[Tensor] = (),
+    mean: Tensor | None = None,
 ) -> Tensor:
-    """Gates [B, T, E] of h [B, T, D], fp32.
+    """Gates [B, T, E] of h [B, T, D], fp32; with a mean [D] of the tokens in the centred space.
 
     With `sums`, the sums [D] and counts [] of the queries ([B, T] bool; None: every token) are written by expert.
     """
@@ -34,38 +35,48 @@ def fused_gates(
     if sums is not None and queries is not None:
         queries = queries.expand(h.shape[:-1]).reshape(-1)
     if not torch.compiler.is_compiling():
-        gates = kernels.token_gates(flat, centers, routing, queries, sums, counts)
-    elif sums is None:
-        gates = gates_op(flat, centers, routing.top_k, routing.temperature, routing.renormalize)
+        gates = kernels.token_gates(flat, centers, routing, queries, sums, counts, mean)
+        return gates.view(*h.shape[:-1], len(centers))
+    vectors = centers if mean is None else [*centers, mean]
+    ks, flags = [routing.top_k, routing.member_k], [routing.renormalize, routing.unit, mean is not None]
+    scales = [routing.temperature, routing.strength]
+    if sums is None:
+        gates = gates_op(flat, vectors, ks, scales, flags)
     else:
-        ks, flags = [routing.top_k, routing.member_k], [routing.renormalize, routing.unit]
-        gates = gates_into_op(flat, centers, queries, list(sums), list(counts), ks, routing.temperature, flags)
+        gates = gates_into_op(flat, vectors, queries, list(sums), list(counts), ks, scales, flags)
     return gates.view(*h.shape[:-1], len(centers))
 
 
 @registered("fused_gates")
-def gates_op(h: Tensor, centers: list[Tensor], top_k: int, temperature: float, renormalize: bool) -> Tensor:
-    """Gates [N, E]."""
-    settings = Routing(top_k, temperature, renormalize, member_k=1, unit=True)
-    return kernels.token_gates(h.contiguous(), centers, settings)
+def gates_op(h: Tensor, vectors: list[Tensor], ks: list[int], scales: list[float], flags: list[bool]) -> Tensor:
+    """Gates [N, E]; the vectors are the centres and, in the centred space, the mean."""
+    centers, mean, how = _told(vectors, ks, scales, flags)
+    return kernels.token_gates(h.contiguous(), centers, how, mean=mean)
 
 
 @shapes_of(gates_op)
-def _(h, centers, top_k, temperature, renormalize):
-    return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)
+def _(h, vectors, ks, scales, flags):
+    return h.new_empty(h.shape[0], len(vectors) - flags[2], dtype=torch.float32)
 
 
 @registered("fused_gates_into", mutates=("sums", "counts"))
 def gates_into_op(
-    h: Tensor, centers: list[Tensor], queries: Tensor | None, sums: list[Tensor], counts: list[Tensor], ks: list[int],
-    temperature: float, flags: list[bool],
+    h: Tensor, vectors: list[Tensor], queries: Tensor | None, sums: list[Tensor], counts: list[Tensor], ks: list[int],
+    scales: list[float], flags: list[bool],
 ) -> Tensor:  # fmt: skip
     """Gates [N, E]; sums [D] and counts [] of the tokens that each centre will follow are written where they belong."""
-    (top_k, member_k), (renormalize, unit) = ks, flags
-    settings = Routing(top_k, temperature, renormalize, member_k, unit)
-    return kernels.token_gates(h.contiguous(), centers, settings, queries, sums, counts)
+    centers, mean, how = _told(vectors, ks, scales, flags)
+    return kernels.token_gates(h.contiguous(), centers, how, queries, sums, counts, mean)
 
 
 @shapes_of(gates_into_op)
-def _(h, centers, queries, sums, counts, ks, temperature, flags):
-    return h.new_empty(h.shape[0], len(centers), dtype=torch.float32)
+def _(h, vectors, queries, sums, counts, ks, scales, flags):
+    return h.new_empty(h.shape[0], len(vectors) - flags[2], dtype=torch.float32)
+
+
+def _told(
+    vectors: list[Tensor], ks: list[int], scales: list[float], flags: list[bool]
+) -> tuple[list[Tensor], Tensor | None, Routing]:
+    (top_k, member_k), (temperature, strength), (renormalize, unit, centered) = ks, scales, flags
+    how = Routing(top_k, temperature, renormalize, member_k, unit, strength)
+    return (vectors[:-1], vectors[-1], how) if centered else (vectors, None, how)

@@ -50,18 +50,20 @@ def decide(
             return decide(h, centers, mean, selection, config, training=training, into=into)
     member_k = 1 if config.ema_assign == "top1" else config.top_k
     # The kernel only computes cosines of every token by itself, and draws no noise.
-    plain = selection.pool is None and selection.source is None and mean is None and config.mean_gate is None
+    plain = selection.pool is None and selection.source is None
     plain = plain and config.similarity == "cosine" and not (training and config.jitter > 0)
     plain = plain and config.groups is None
     if plain and dispatch.uses_kernels(h):
         from monkeyjump.ops import routing
 
-        if routing.supported(E := len(centers)):
-            unit = config.ema_space == "normalized"
-            how = routing.Routing(config.top_k or E, config.temperature, config.renormalize, member_k or E, unit)
+        E, unit, share = len(centers), config.ema_space == "normalized", config.mean_gate
+        if routing.supported(E + (mean is not None)):
+            # gates of a given mean are gates that add up to one, times that mean and E
+            even, strength = (config.renormalize, 1.0) if share is None else (True, share * E)
+            how = routing.Routing(config.top_k or E, config.temperature, even, member_k or E, unit, strength)
             if into is None:
-                return routing.fused_gates(h, centers, how)
-            return routing.fused_gates(h, centers, how, selection.queries, into.sums, into.counts)
+                return routing.fused_gates(h, centers, how, mean=mean)
+            return routing.fused_gates(h, centers, how, selection.queries, into.sums, into.counts, mean)
     if selection.pool is not None:
         h = pool(h, selection)
     u = ops.features(h, mean, normalize=config.ema_space == "normalized")
