@@ -286,10 +286,21 @@ def _claims(records: Path, name: str) -> Table:
         if record.is_file():
             metrics = read_record(record).metrics
             done = verdicts(Study(**metrics["study"]), metrics["rows"]) or [("", "see its figures")]
+            if study_name == "complexity":
+                done = [_as_many(metrics["rows"])]
             rows += [[study.title, study.claim, words, verdict] for words, verdict in done]
         else:
             rows.append([study.title, study.claim, "", "not run"])
     return Table("", ["study", "the paper", "here, points with 95 % interval", "verdict"], rows, left=4)
+
+
+def _as_many(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """Whether routed adapters train as much as plain ones, and nothing else; what a step costs is another table."""
+    found = {row["variant"]: row for row in rows}
+    equal = all(found[routed]["trainable"] == found[plain]["trainable"] for routed, plain in PLAIN.items())
+    none = not any(found[routed]["router"] for routed in PLAIN)
+    words = f"{'as many' if equal else 'another number'}, {'no' if none else 'a'} router"
+    return words, f"{'holds' if equal and none else 'does not hold'} of parameters; costs below"
 
 
 def _interval(found: Interval) -> str:

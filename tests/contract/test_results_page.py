@@ -107,6 +107,19 @@ def test_a_comparison_is_what_its_runs_say(name: str, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.glob("cells/**/record.json")} == cells
 
 
+def test_what_methods_cost_follows_from_what_they_are() -> None:
+    """Monkey Jump has its base adapter once and no router, a mixture four times and five routers a block."""
+    page = rendered("<!-- table: costs study-complexity -->\n", RECORDS).splitlines()[3:]
+    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in page)}
+    assert len(rows) == 17
+    for routed, plain in {"mjlora": "lora", "mjadalora": "adalora", "mjpropulsion": "propulsion"}.items():
+        assert rows[routed][:3] == rows[plain][:3]
+        assert rows[routed][1:3] == ["0", "1.00"]
+    for mixture in ("moelora", "mixlora", "moe_lora_fa", "moe_adalora", "moe_propulsion"):
+        assert rows[mixture][1:3] == [f"{30 * 5 * 4 * 576:,}", "4.00"]
+    assert rows["mjlora"][3:] == ["1.086", "1.053"]
+
+
 def test_a_kind_of_table_that_does_not_exist_is_named() -> None:
     with pytest.raises(ConfigError, match="table: metods is not known: choose among methods, tasks"):
         rendered("<!-- table: metods x -->\n", RECORDS)
