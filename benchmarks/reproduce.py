@@ -76,7 +76,7 @@ LANES = {
     ),
     "seeds": (
         ("text14", f"compare text14-study --methods lora,mjlora --seeds 5 {TEXT}"),
-        ("text14", "ablate unit --recipe text14-study --seeds 5 --data {data} train.lr=8e-3"),
+        ("text14", f"ablate {HOME}/defaults-again.yaml --recipe text14-study --seeds 5 {TEXT}"),
     ),
     "small": (
         ("drawings", f"{DRAWINGS} --seeds 1"),
@@ -95,10 +95,8 @@ LANES = {
         ),
         ("drawings", f"{DRAWINGS} --seeds 5"),
         ("map", f"{MAP} --seeds 5"),
-        (
-            "defaults",
-            f"ablate {HOME}/defaults.yaml {QUICK} --seeds 8 --lrs 2e-3,4e-3,8e-3 --widen {FEW}",
-        ),
+        ("defaults", f"ablate {HOME}/defaults.yaml {QUICK} --seeds 8 --lrs 2e-3,4e-3,8e-3 --widen {FEW}"),
+        ("defaults", f"ablate {HOME}/defaults-again.yaml {QUICK} --seeds 20 --lrs 2e-3,4e-3,8e-3 --widen {FEW}"),
         (
             "desks",
             f"ablate {HOME}/groups.yaml --recipe {HOME}/reviews.yaml name=desks {DESKS} --seeds 10 --widen "

@@ -326,6 +326,7 @@ TRAINED = {
         "conflict-by-prompt-again-smollm2-135m-h200",
         ("oracle", "one of three, still"),
     ),
+    "forecast-quickstart-smollm2-135m-cpu": ("defaults-smollm2-135m-cpu", ("groups by the prompt", "paper")),
 }
 SCORES = 3  # claims of the summary that are about scores
 TEXT, IMAGES = "compare-text14-study-smollm2-135m-h200", "pictures-vlm-tiny-h200"

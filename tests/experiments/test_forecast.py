@@ -91,6 +91,15 @@ def test_what_to_try(between: float, own: float, draws: list[tuple[float, float]
     assert "The halves of a, b and 3 more do not" in several.advice
 
 
+def test_a_task_that_nothing_is_known_of_is_left_out() -> None:
+    """c is opposed to both others, as far as its rows say; a and b agree."""
+    cosines = [[0.4, 0.3, -0.9], [0.3, 0.4, -0.9], [-0.9, -0.9, -0.1]]
+    assert Forecast([*"abc"], cosines, 0.0, 0.0).advice.endswith("method=lora. Left out, as their halves do not agree "
+                                                                 "(read more --rows): c.")  # fmt: skip
+    cosines[2][2] = 0.9
+    assert Forecast([*"abc"], cosines, 0.0, 0.0).advice.endswith("where tasks are known, try method=mjlora_task.")
+
+
 def test_prompts_of_other_wording_are_told_apart_and_equal_ones_are_not(tiny: Path, tmp_path: Path) -> None:
     wording, domain = (of(Setting(1, 2, 1, cue), tiny, tmp_path, rows=8) for cue in ("wording", "given"))
     assert wording.prompt_bits > 0.5

@@ -83,18 +83,30 @@ class Forecast:
 
     @property
     def advice(self) -> str:
-        """What was found on such mixtures; docs/studies.md says on which."""
-        unsure = [task for place, task in enumerate(self.tasks) if self.cosines[place][place] <= 0]
-        if unsure:
-            named = ", ".join(unsure[:2]) + (f" and {len(unsure) - 2} more" if len(unsure) > 2 else "")
+        """What was found on such mixtures; docs/studies.md says on which.
+
+        A task whose own halves do not agree is left out, as there is nothing to measure it by.
+        """
+        unsure = [place for place in range(len(self.tasks)) if self.cosines[place][place] <= 0]
+        sure = [place for place in range(len(self.tasks)) if place not in unsure]
+        named = ", ".join(self.tasks[place] for place in unsure[:2])
+        named += f" and {len(unsure) - 2} more" if len(unsure) > 2 else ""
+        if len(sure) < 2:
             return f"The halves of {named} do not agree with themselves: nothing is known. Read more --rows."
-        if self.agreement + 2 * (self.standard_error or 0.0) >= 0:
-            return "Nothing says that the tasks are opposed, and no route was found to help then: take method=lora."
-        if self.told_apart:
-            return "The tasks are opposed, and prompts tell them apart: try method=mjlora_prompt, with lora beside it."
-        return (
-            "The tasks are opposed, and prompts do not tell them apart: where tasks are known, try method=mjlora_task."
-        )
+        left = f" Left out, as their halves do not agree (read more --rows): {named}." if unsure else ""
+        if self._agreement_of(sure) + 2 * (self.standard_error or 0.0) >= 0:
+            found = "Nothing says that the tasks are opposed, and no route was found to help then: take method=lora."
+        elif self.told_apart:
+            found = "The tasks are opposed, and prompts tell them apart: try method=mjlora_prompt, with lora beside it."
+        else:
+            found = "The tasks are opposed, and prompts do not tell them apart: "
+            found += "where tasks are known, try method=mjlora_task."
+        return found + left
+
+    def _agreement_of(self, places: list[int]) -> float:
+        """Of these tasks alone."""
+        within = fmean(self.cosines[place][place] for place in places)
+        return fmean(self.cosines[a][b] for a in places for b in places if a != b) / within
 
     def table(self) -> Table:
         count, rows = range(len(self.tasks)), []
