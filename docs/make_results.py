@@ -203,10 +203,9 @@ def _forecasts(records: Path, name: str) -> Table:
     for path in sorted(records.glob("forecast-*.json")):
         record = read_record(path)
         found = record.metrics
-        error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.2f}"
         by_prompt = "" if (bits := found.get("prompt_bits")) is None else f"{bits:.3f}"
         counts = [str(len(found["tasks"])), f"{found['rows']} x {len(found['draws'])}"]
-        rows.append([record.name, *counts, f"{found['agreement']:+.2f}{error}", f"{found['bits']:.3f}", by_prompt])
+        rows.append([record.name, *counts, _agreement(_forecast(found)), f"{found['bits']:.3f}", by_prompt])
     return Table("", ["mixture", "tasks", "rows", "agreement", "bits, recipe", "bits, by prompt"], rows)
 
 
@@ -215,15 +214,26 @@ def _advice(records: Path, name: str) -> Table:
     rows = []
     for said, (done, routed) in TRAINED.items():
         record, means = read_record(records / f"{said}.json"), _means(records, done)
-        known = {part.name for part in fields(Forecast)}
-        found = Forecast(**{key: value for key, value in record.metrics.items() if key in known})
+        found = _forecast(record.metrics)
         advised = re.search(r"method=(\w+)", found.advice)
         gains = [f"{variant} {_gain(means[variant], means['lora'])}" for variant in routed]
-        error = "" if found.standard_error is None else f" ± {found.standard_error:.2f}"
         bits = f"{found.prompt_bits:.3f}" if "prompt_bits" in record.metrics else ""
-        words = [record.name, f"{found.agreement:+.2f}{error}", bits]
+        words = [record.name, _agreement(found), bits]
         rows.append([*words, advised[1] if advised else "more rows", "; ".join(gains)])
     return Table("", ["mixture", "agreement", "bits, by prompt", "advice", "less LoRA, points"], rows, left=5)
+
+
+def _forecast(metrics: dict[str, Any]) -> Forecast:
+    known = {part.name for part in fields(Forecast)}
+    return Forecast(**{key: value for key, value in metrics.items() if key in known})
+
+
+def _agreement(found: Forecast) -> str:
+    """Of the tasks whose halves agree, and how many these are."""
+    known, every = len(found.known), len(found.tasks)
+    agreement, error = found.agreement_of_known if known > 1 else (found.agreement, found.standard_error)
+    words = f"{agreement:+.2f}" + ("" if error is None else f" ± {error:.2f}")
+    return words if known in (1, every) else f"{words} ({known} of {every})"
 
 
 def _gain(values: list[float], base: list[float]) -> str:
@@ -325,6 +335,10 @@ TRAINED = {
     "forecast-rules-128-rows-smollm2-135m-cpu": (
         "conflict-by-prompt-again-smollm2-135m-h200",
         ("oracle", "one of three, still"),
+    ),
+    "forecast-text14-256-rows-smollm2-135m-cpu": (
+        "compare-text14-study-smollm2-135m-h200",
+        ("mjlora", "mjlora_oracle"),
     ),
     "forecast-quickstart-smollm2-135m-cpu": ("defaults-smollm2-135m-cpu", ("groups by the prompt", "paper")),
 }

@@ -92,12 +92,14 @@ def test_what_to_try(between: float, own: float, draws: list[tuple[float, float]
 
 
 def test_a_task_that_nothing_is_known_of_is_left_out() -> None:
-    """c is opposed to both others, as far as its rows say; a and b agree."""
-    cosines = [[0.4, 0.3, -0.9], [0.3, 0.4, -0.9], [-0.9, -0.9, -0.1]]
+    """c is opposed to both others, as far as its rows say; a and b agree a little."""
+    cosines = [[0.4, 0.1, -0.9], [0.1, 0.4, -0.9], [-0.9, -0.9, -0.1]]
     assert Forecast([*"abc"], cosines, 0.0, 0.0).advice.endswith("method=lora. Left out, as their halves do not agree "
                                                                  "(read more --rows): c.")  # fmt: skip
     cosines[2][2] = 0.9
     assert Forecast([*"abc"], cosines, 0.0, 0.0).advice.endswith("where tasks are known, try method=mjlora_task.")
+    cosines[0][2] = cosines[2][0] = 0.5  # pairs that disagree on the sign do not say that tasks are opposed
+    assert Forecast([*"abc"], cosines, 0.0, 0.0).advice.endswith("method=lora.")
 
 
 def test_prompts_of_other_wording_are_told_apart_and_equal_ones_are_not(tiny: Path, tmp_path: Path) -> None:

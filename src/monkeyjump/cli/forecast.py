@@ -8,6 +8,8 @@ from textwrap import fill
 
 from monkeyjump.errors import ConfigError
 
+SCALE = "(1: one task; 0: unrelated; below 0: opposed)"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe by name, or a YAML file")
@@ -39,8 +41,10 @@ def run(options: argparse.Namespace) -> int:
     record.metrics = {"rows": options.rows, **found.to_dict()}
     write_record(record, path)
     found.table().show()
-    error = "" if found.standard_error is None else f" ±{found.standard_error:.2f}"
-    print(f"agreement of the tasks   {found.agreement:+.2f}{error}   (1: one task; 0: unrelated; below 0: opposed)")
+    known = len(found.known)
+    agreement, error = found.agreement_of_known if known > 1 else (found.agreement, found.standard_error)
+    which = f"{known} of {len(found.tasks)} tasks" if 1 < known < len(found.tasks) else "the tasks"
+    print(f"{f'agreement of {which}':24} {agreement:+.2f}{'' if error is None else f' ±{error:.2f}'}   {SCALE}")
     print(
         f"bits of the first centres {found.bits:.3f}, at most {found.most_bits:.3f}   (0: they do not tell tasks apart)"
     )

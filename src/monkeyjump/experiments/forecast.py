@@ -87,14 +87,13 @@ class Forecast:
 
         A task whose own halves do not agree is left out, as there is nothing to measure it by.
         """
-        unsure = [place for place in range(len(self.tasks)) if self.cosines[place][place] <= 0]
-        sure = [place for place in range(len(self.tasks)) if place not in unsure]
-        named = ", ".join(self.tasks[place] for place in unsure[:2])
-        named += f" and {len(unsure) - 2} more" if len(unsure) > 2 else ""
-        if len(sure) < 2:
+        unsure = [task for place, task in enumerate(self.tasks) if place not in self.known]
+        named = ", ".join(unsure[:2]) + (f" and {len(unsure) - 2} more" if len(unsure) > 2 else "")
+        if len(self.known) < 2:
             return f"The halves of {named} do not agree with themselves: nothing is known. Read more --rows."
         left = f" Left out, as their halves do not agree (read more --rows): {named}." if unsure else ""
-        if self._agreement_of(sure) + 2 * (self.standard_error or 0.0) >= 0:
+        agreement, error = self.agreement_of_known
+        if agreement + 2 * (error or 0.0) >= 0:
             found = "Nothing says that the tasks are opposed, and no route was found to help then: take method=lora."
         elif self.told_apart:
             found = "The tasks are opposed, and prompts tell them apart: try method=mjlora_prompt, with lora beside it."
@@ -103,10 +102,18 @@ class Forecast:
             found += "where tasks are known, try method=mjlora_task."
         return found + left
 
-    def _agreement_of(self, places: list[int]) -> float:
-        """Of these tasks alone."""
-        within = fmean(self.cosines[place][place] for place in places)
-        return fmean(self.cosines[a][b] for a in places for b in places if a != b) / within
+    @property
+    def known(self) -> list[int]:
+        """The places of the tasks whose own halves agree."""
+        return [place for place in range(len(self.tasks)) if self.cosines[place][place] > 0]
+
+    @property
+    def agreement_of_known(self) -> tuple[float, float | None]:
+        """Of these tasks, at least two, with its standard error: over draws, or of one draw over the pairs of tasks."""
+        within = fmean(self.cosines[place][place] for place in self.known)
+        pairs = [self.cosines[a][b] for a in self.known for b in self.known if a != b]
+        over_pairs = stdev(pairs) / len(pairs) ** 0.5 / within if len(self.known) > 2 else None
+        return fmean(pairs) / within, over_pairs if self.standard_error is None else self.standard_error
 
     def table(self) -> Table:
         count, rows = range(len(self.tasks)), []
