@@ -41,10 +41,12 @@ def run(options: argparse.Namespace) -> int:
     record.metrics = {"rows": options.rows, **found.to_dict()}
     write_record(record, path)
     found.table().show()
-    known = len(found.known)
-    agreement, error = found.agreement_of_known if known > 1 else (found.agreement, found.standard_error)
-    which = f"{known} of {len(found.tasks)} tasks" if 1 < known < len(found.tasks) else "the tasks"
-    print(f"{f'agreement of {which}':24} {agreement:+.2f}{'' if error is None else f' ±{error:.2f}'}   {SCALE}")
+    which, told = "the tasks", "not known"
+    if (known := len(found.known)) > 1:
+        agreement, error = found.agreement_of_known
+        which = which if known == len(found.tasks) else f"{known} of {len(found.tasks)} tasks"
+        told = f"{agreement:+.2f}{'' if error is None else f' ±{error:.2f}'}"
+    print(f"{f'agreement of {which}':24} {told}   {SCALE}")
     print(
         f"bits of the first centres {found.bits:.3f}, at most {found.most_bits:.3f}   (0: they do not tell tasks apart)"
     )
