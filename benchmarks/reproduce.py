@@ -61,7 +61,7 @@ ALONE = (
         "inference",
         "bench inference --methods mjlora,moelora,hydralora,mola,moa --modes prefill,decode-graph --new 32 --jobs 7",
     ),
-    ("step", "bench step --methods all --modes graph --jobs 7"),
+    ("step", "bench step --methods all --modes graph --jobs 7 --compile-timeout 180"),
 )
 # (folder under the output, command); runs in one folder are shared
 LANES = {

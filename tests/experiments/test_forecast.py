@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from statistics import fmean
 
@@ -89,6 +90,7 @@ def test_what_to_try(between: float, own: float, draws: list[tuple[float, float]
     assert len(found.advice) <= 110
     several = Forecast([*"abcde"], [[-0.1] * 5] * 5, 0.0, 0.0)
     assert "The halves of a, b and 3 more do not" in several.advice
+    assert math.isnan(several.to_dict()["agreement_of_known"][0])
 
 
 def test_a_task_that_nothing_is_known_of_is_left_out() -> None:

@@ -109,7 +109,9 @@ class Forecast:
 
     @property
     def agreement_of_known(self) -> tuple[float, float | None]:
-        """Of these tasks, at least two, with its standard error: over draws, or of one draw over the pairs of tasks."""
+        """Of these tasks, with its standard error: over draws, or of one draw over the pairs of tasks."""
+        if len(self.known) < 2:
+            return float("nan"), None
         within = fmean(self.cosines[place][place] for place in self.known)
         pairs = [self.cosines[a][b] for a in self.known for b in self.known if a != b]
         over_pairs = stdev(pairs) / len(pairs) ** 0.5 / within if len(self.known) > 2 else None
@@ -126,7 +128,7 @@ class Forecast:
         return Table("Gradients before training", ["task", "own halves", "with others", "least with"], rows)
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("within", "between", "agreement", "standard_error", "told_apart", "advice")
+        names = ("within", "between", "agreement", "standard_error", "agreement_of_known", "told_apart", "advice")
         derived = {name: getattr(self, name) for name in names}
         return {**asdict(self), **derived}
 
