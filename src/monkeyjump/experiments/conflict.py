@@ -274,7 +274,8 @@ def save_map(found: Map, output: Path) -> list[Path]:
 def plot_map(found: Map, path: Path) -> Path:
     """A column for each method, a row for each rank and cue: gains over the constant gate, by conflict and rules.
 
-    Below a gain stands the accuracy of the method: where it is that of guessing, or all there is, no gain can be.
+    Below a gain stand half its 95 % interval and the accuracy of the method: where that is guessing, or all there is,
+    no gain can be.
     """
     gains = [gain for gain in found.gains() if gain.reference == CONSTANT]
     lines = sorted({(setting.cue, setting.rank) for setting in found.settings})
@@ -293,10 +294,12 @@ def plot_map(found: Map, path: Path) -> Path:
             for (y, x), gain in ((place, g) for place, g in _places(values) if g is not None):
                 dark = abs(100 * gain.points["mean"]) > 0.6 * most
                 words = f"{100 * gain.points['mean']:+.1f}{'*' if gain.certain else ''}"
-                reached = f"{100 * found.accuracy(gain.setting, method):.0f} %"
+                below = [f"{100 * found.accuracy(gain.setting, method):.0f} %"]
+                if gain.points["n"] > 1:
+                    below.insert(0, f"± {100 * (gain.points['interval']['high'] - gain.points['mean']):.0f}")
                 style = {"ha": "center", "color": "white" if dark else "black"}
                 axis.text(x, y, words, va="bottom", fontsize=7, **style)
-                axis.text(x, y + 0.08, reached, va="top", fontsize=5.5, **style)
+                axis.text(x, y + 0.08, "\n".join(below), va="top", fontsize=5.5, **style)
             side = f"rank {rank}, {cue}\nconflict" if column == 0 else ""
             label(axis, method if row == 0 else "", "rules" if row == len(lines) - 1 else "", side)
     color_bar(figure, axes, image, f"points over the constant gate\n(* corrected p < {CERTAIN:g})")
