@@ -174,8 +174,9 @@ def test_autocast_of_a_model_in_fp32(method: str, launches: Counter[str]) -> Non
         assert found["triton"][key].dtype == found["torch"][key].dtype
         exact = seen(key, found["exact"])
         off = {name: float((seen(key, found[name]) - exact).norm()) for name in ("torch", "triton")}
-        # the interpreter cuts off where a GPU rounds: up to two units of bf16, one way, where torch loses half of one
-        cut, lost = (4, 2**-7) if DEVICE == "cpu" else (1.5, 1e-3)
+        # the interpreter cuts off where a GPU rounds: up to two units of bf16, one way, where torch loses half of one;
+        # LiME looks at its own outputs: with other roundings torch is two to four times nearer or farther, too
+        cut, lost = (4, 2**-7) if DEVICE == "cpu" or method == "lime" else (1.5, 1e-3)
         assert off["triton"] <= cut * off["torch"] + lost * float(exact.norm()), key
 
 
