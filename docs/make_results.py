@@ -24,6 +24,7 @@ from monkeyjump.experiments.ablate import EQUAL, choice_effects, digest, plot_st
 from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import spread
+from monkeyjump.methods.presets import COMPARED
 from monkeyjump.record import read_record, write_atomic
 from monkeyjump.tables import Table
 
@@ -324,6 +325,7 @@ SAME_ADAPTER = {
     "mjpropulsion": "moe_propulsion",
 }
 PLAIN = {"mjlora": "lora", "mjlorafa": "lora_fa", "mjadalora": "adalora", "mjpropulsion": "propulsion"}
+MIXED = [name for name in COMPARED if name not in {*PLAIN, *PLAIN.values()}]
 # the adapter that a method has one or several of, where it is not LoRA
 BASES = {name: name for name in PLAIN.values()} | PLAIN | {SAME_ADAPTER[name]: base for name, base in PLAIN.items()}
 DECODING = "bench-inference-mixtures-qwen2-0.5b-h200"
@@ -344,7 +346,8 @@ TRAINED = {
 }
 SCORES = 3  # claims of the summary that are about scores
 TEXT, IMAGES = "compare-text14-study-smollm2-135m-h200", "pictures-vlm-tiny-h200"
-MIXTURES = "compare-text14-mixtures-smollm2-135m-h200"  # with one seed
+MIXTURES = "compare-text14-methods-smollm2-135m-h200"  # with one seed
+BEST_MIXTURE = "moa"  # of those
 
 
 def _headlines(records: Path, name: str) -> Table:
@@ -359,10 +362,10 @@ def _headlines(records: Path, name: str) -> Table:
     equal = all(size[routed] == size[plain] for routed, plain in PLAIN.items())
     text, images = _means(records, TEXT), _means(records, IMAGES)
     on_text, mixture = (
-        paired_difference(text["mjlora"], text[other], SCORES).interval for other in ("lora", "hydralora")
+        paired_difference(text["mjlora"], text[other], SCORES).interval for other in ("lora", BEST_MIXTURE)
     )
     once = _means(records, MIXTURES)
-    less = [100 * (once["mjlora"][0] - once[other][0]) for other in ("moelora", "mixlora", "mola", "more", "moa")]
+    less = [100 * (once["mjlora"][0] - once[other][0]) for other in MIXED if other != BEST_MIXTURE]
     on_images = paired_difference(images["mjlora"], images["lora"], SCORES).interval
     enough = sum(ratio >= 7 for ratio in times)
     rows = [
@@ -395,7 +398,7 @@ def _headlines(records: Path, name: str) -> Table:
         ["MJ-LoRA beats LoRA on images, by 1.2 points", *_beats(on_images, IMAGES)],
         [
             "as good as mixtures, on text",
-            f"{_interval(mixture)} points to HydraLoRA; {_range(less, '+.1f')} to five others, with one seed",
+            f"{_interval(mixture)} points to MoA, the best of them; {_range(less, '+.1f')} to {len(less)} others, one seed",
             f"{TEXT}, {MIXTURES}",
             "holds" if mixture.low > -EQUAL else "does not hold" if mixture.high < -EQUAL else "undecided",
         ],

@@ -133,3 +133,29 @@ def test_routers_and_experts_stay_in_fp32_and_the_output_in_bf16() -> None:
             assert parameter.grad.isfinite().all()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(**lm_batch()).loss.isfinite()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_scalings_keep_no_mixed_factor() -> None:
+    """Of a token's whole width only the output itself is kept, in its own dtype; and the numbers stay the same."""
+    adapter = randomized(build("propulsion", adapter_options={"degree": 2}))
+    compiled = torch.compile(adapter.delta, backend="aot_eager_decomp_partition")
+    base = torch.randn(50, OUT, dtype=torch.bfloat16).requires_grad_()
+    gates = torch.rand(50, N).softmax(-1).requires_grad_()
+    found, wide = [], []
+    for delta in (adapter.delta, compiled):
+        kept: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = delta(base, base, gates)
+        wide.append([tensor.dtype for tensor in kept if tensor.numel() >= 50 * OUT])
+        found.append(torch.autograd.grad(out.square().sum(), [base, gates, adapter.offset]))
+    assert torch.float32 in wide[0]
+    assert wide[1] == [torch.bfloat16]
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-2, atol=1e-2)

@@ -91,7 +91,7 @@ def test_throughput_is_read_where_it_was_measured(tmp_path: Path, moelora: float
 COMPARISONS = {
     "compare-text14-study-smollm2-135m-h200": "cells-text14-study-smollm2-135m-h200",
     "compare-text14-one-rate-smollm2-135m-h200": "cells-text14-study-smollm2-135m-h200",
-    "compare-text14-mixtures-smollm2-135m-h200": "cells-text14-study-smollm2-135m-h200",
+    "compare-text14-methods-smollm2-135m-h200": "cells-text14-study-smollm2-135m-h200",
     "compare-drawings-vlm-tiny-h200": "cells-drawings-vlm-tiny-h200",
 }
 

@@ -115,7 +115,12 @@ class PropulsionMixture(PropulsionAdapter):
 
     def delta(self, x: Tensor, base: Tensor, gate: Gate) -> Tensor:
         factor = ops.power_minus_one(self.offset, self.degree)
-        mixed = factor.sum(0) if gate is None else gate.to(factor.dtype) @ factor
+        if gate is None:
+            mixed = factor.sum(0)
+        elif torch.compiler.is_compiling():  # a product [..., O] in fp32 would be kept, these are made again
+            mixed = sum(gate[..., n : n + 1] * factor[n] for n in range(1, self.experts)) + gate[..., :1] * factor[0]
+        else:
+            mixed = gate.to(factor.dtype) @ factor
         return (base * mixed).to(base.dtype)
 
     def expert_outputs(self, x: Tensor, base: Tensor) -> Tensor:
