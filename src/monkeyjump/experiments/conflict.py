@@ -49,7 +49,7 @@ ROUTED: dict[str, tuple[str, ...]] = {
 MIXTURES = {"lime": ("method=lime",), "moelora": ("method=moelora",), "hydralora": ("method=hydralora",)}
 CONSTANT, LORA = "constant gate", "lora"
 REFERENCES = {CONSTANT: ("method=mjlora_uniform", f"adapter.uniform_gate={GATE}"), LORA: ("method=lora",)}
-FORECAST_ROWS = 128  # of each rule
+FORECAST_ROWS = 512  # of all rules, at most 128 of each: more rules have more pairs, whose errors average
 CERTAIN = 0.01  # the corrected p-value below which a gain is marked
 LEARNED = 0.1  # above what whoever does not know the rules reaches; above guessing, where they are all one
 
@@ -166,7 +166,8 @@ def run_map(
         if setting.data not in forecasts:
             recipe = overridden(recipes[_label(CONSTANT, setting)], _settings("paper", setting, base.model))
             recipe.adapter.pop("uniform_gate", None)
-            forecasts[setting.data] = forecast(recipe, rows=FORECAST_ROWS, shared=grid.shared).to_dict()
+            rows = min(128, FORECAST_ROWS // setting.rules)
+            forecasts[setting.data] = forecast(recipe, rows=rows, shared=grid.shared).to_dict()
     return Map(list(settings), methods, base, grid, forecasts)
 
 
