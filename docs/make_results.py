@@ -4,7 +4,8 @@ A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty l
 KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `effects`,
 `costs`, `map` or `place` of a study, `pictures`, `serving`, or has no name: `forecasts` of all mixtures, `advice` of
 them beside what training found, `claims`, every claim of the paper that a study tests, and `headlines`, what its
-summary says, with what became of it. A line `<!-- figure: study NAME -->` stands above the picture of a study.
+summary says, with what became of it. A line `<!-- figure: study NAME -->` stands above the picture of a study, and
+`<!-- figure: map NAME -->` above that of a map.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from PIL import Image
 
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import Interval, holm, paired_difference
-from monkeyjump.experiments.ablate import EQUAL, choice_effects, digest, plot_study, verdicts
+from monkeyjump.experiments.ablate import EQUAL, choice_effects, plot_study, verdicts
+from monkeyjump.experiments.conflict import plot_map
 from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.experiments.study import Study, load_study, names
-from monkeyjump.experiments.tables import spread
+from monkeyjump.experiments.tables import digest, spread
 from monkeyjump.methods.presets import COMPARED
 from monkeyjump.record import read_record, write_atomic
 from monkeyjump.tables import Table
 
-FIGURE = re.compile(r"<!-- figure: study ([\w.-]+) -->\n!\[[^]]*\]\((pictures/[\w.-]+)\)\n")
+FIGURE = re.compile(r"<!-- figure: (?:study|map) ([\w.-]+) -->\n!\[[^]]*\]\((pictures/[\w.-]+)\)\n")
 BLOCK = re.compile(r"(<!-- table: (\w+) ?([\w.-]*) -->\n)(?:.+\n)*")
 
 
@@ -445,4 +447,7 @@ if __name__ == "__main__":
         if (after := rendered(before, records)) != before:
             write_atomic(page, after)
         for metrics, path in outdated(after, home, records):
-            plot_study(Study(**metrics["study"]), metrics["rows"], path)
+            if "places" in metrics:
+                plot_map(metrics, path)
+            else:
+                plot_study(Study(**metrics["study"]), metrics["rows"], path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -15,8 +13,8 @@ from monkeyjump.evaluation.metrics import least_squares, paired_difference
 from monkeyjump.experiments.compare import cell_recipe
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.experiments.study import PLAIN, Study, combined, expected, variants_of
-from monkeyjump.experiments.tables import costs, in_seeds, percent, spread, stem_of
-from monkeyjump.record import jsonable, write_atomic, write_record
+from monkeyjump.experiments.tables import costs, digest, in_seeds, percent, spread, stem_of
+from monkeyjump.record import write_atomic, write_record
 from monkeyjump.tables import Table, csv_text
 from monkeyjump.tasks import expand
 
@@ -180,8 +178,3 @@ def plot_study(study: Study, rows: list[dict[str, Any]], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Description": digest(rows)})
     return path
-
-
-def digest(rows: list[dict[str, Any]]) -> str:
-    """What a picture carries of the numbers that it was made from."""
-    return hashlib.sha256(json.dumps(jsonable(rows), sort_keys=True).encode()).hexdigest()

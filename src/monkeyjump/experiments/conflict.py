@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from monkeyjump.experiments.compare import run_grid
 from monkeyjump.experiments.comparison import Comparison, failed
 from monkeyjump.experiments.conflict_tasks import ANSWERS, Setting, write_tasks
 from monkeyjump.experiments.forecast import forecast
-from monkeyjump.experiments.tables import in_seeds, spread, stem_of
+from monkeyjump.experiments.tables import digest, in_seeds, spread, stem_of
 from monkeyjump.methods.presets import PAPER_TARGETS
 from monkeyjump.models import resolve
 from monkeyjump.record import write_atomic, write_record
@@ -268,46 +268,49 @@ def save_map(found: Map, output: Path) -> list[Path]:
     return [
         write_record(record, Path(f"{stem}.json")),
         write_atomic(f"{stem}.csv", csv_text(lines)),
-        plot_map(found, Path(f"{stem}.png")),
+        plot_map(metrics, Path(f"{stem}.png")),
     ]
 
 
-def plot_map(found: Map, path: Path) -> Path:
+def plot_map(metrics: dict[str, Any], path: Path) -> Path:
     """A column for each method, a row for each rank and cue: gains over the constant gate, by conflict and rules.
 
     Below a gain stand half its 95 % interval and the accuracy of the method: where that is guessing, or all there is,
-    no gain can be.
+    no gain can be. `metrics` are those of the record.
     """
-    gains = [gain for gain in found.gains() if gain.reference == CONSTANT]
-    lines = sorted({(setting.cue, setting.rank) for setting in found.settings})
-    figure = new_figure(1.4 + 1.5 * len(found.methods), 0.8 + 1.5 * len(lines))
-    axes = figure.subplots(len(lines), len(found.methods), squeeze=False)
-    most = max(2.0, *(abs(100 * gain.points["mean"]) for gain in gains))
+    gains = {(Setting(**g["setting"]), g["method"]): g for g in metrics["gains"] if g["reference"] == CONSTANT}
+    reached = {(*(row[field.name] for field in fields(Setting)), row["method"]): row["mean"] for row in metrics["rows"]}
+    methods, lines = metrics["methods"], sorted({(setting.cue, setting.rank) for setting, _ in gains})
+    figure = new_figure(1.4 + 1.5 * len(methods), 0.8 + 1.5 * len(lines))
+    axes = figure.subplots(len(lines), len(methods), squeeze=False)
+    most = max(2.0, *(abs(100 * gain["points"]["mean"]) for gain in gains.values()))
     for row, (cue, rank) in enumerate(lines):
-        for column, method in enumerate(found.methods):
+        here = [setting for setting, _ in gains if (setting.cue, setting.rank) == (cue, rank)]
+        conflicts = sorted({setting.conflict for setting in here}, reverse=True)
+        rules = sorted({setting.rules for setting in here})
+        for column, method in enumerate(methods):
             axis = axes[row, column]
-            here = {g.setting: g for g in gains if (g.method, g.setting.cue, g.setting.rank) == (method, cue, rank)}
-            conflicts = sorted({setting.conflict for setting in here}, reverse=True)
-            rules = sorted({setting.rules for setting in here})
-            values = [[here.get(Setting(c, r, rank, cue)) for r in rules] for c in conflicts]
-            table = [[float("nan") if g is None else 100 * g.points["mean"] for g in line] for line in values]
+            values = [[gains.get((Setting(c, r, rank, cue), method)) for r in rules] for c in conflicts]
+            table = [[float("nan") if g is None else 100 * g["points"]["mean"] for g in line] for line in values]
             image = heatmap(axis, table, [f"{c:g}" for c in conflicts], [str(r) for r in rules], (-most, most))
-            for (y, x), gain in ((place, g) for place, g in _places(values) if g is not None):
-                dark = abs(100 * gain.points["mean"]) > 0.6 * most
-                words = f"{100 * gain.points['mean']:+.1f}{'*' if gain.certain else ''}"
-                below = [f"{100 * found.accuracy(gain.setting, method):.0f} %"]
-                if gain.points["n"] > 1:
-                    below.insert(0, f"± {100 * (gain.points['interval']['high'] - gain.points['mean']):.0f}")
-                style = {"ha": "center", "color": "white" if dark else "black"}
-                axis.text(x, y, words, va="bottom", fontsize=7, **style)
-                axis.text(x, y + 0.08, "\n".join(below), va="top", fontsize=5.5, **style)
+            for y, line in enumerate(values):
+                for x, gain in enumerate(line):
+                    if gain is not None:
+                        accuracy = reached[*(gain["setting"][field.name] for field in fields(Setting)), method]
+                        _write_gain(axis, (x, y), gain, accuracy, most)
             side = f"rank {rank}, {cue}\nconflict" if column == 0 else ""
             label(axis, method if row == 0 else "", "rules" if row == len(lines) - 1 else "", side)
     color_bar(figure, axes, image, f"points over the constant gate\n(* corrected p < {CERTAIN:g})")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Description": digest(metrics["rows"])})
     return path
 
 
-def _places(values: list[list[Any]]) -> list[tuple[tuple[int, int], Any]]:
-    return [((y, x), value) for y, line in enumerate(values) for x, value in enumerate(line)]
+def _write_gain(axis: Any, place: tuple[int, int], gain: dict[str, Any], accuracy: float, most: float) -> None:
+    points, certain = gain["points"], gain["corrected"] is not None and gain["corrected"] < CERTAIN
+    below = [f"{100 * accuracy:.0f} %"]
+    if points["n"] > 1:
+        below.insert(0, f"± {100 * (points['interval']['high'] - points['mean']):.0f}")
+    style = {"ha": "center", "color": "white" if abs(100 * points["mean"]) > 0.6 * most else "black"}
+    axis.text(*place, f"{100 * points['mean']:+.1f}{'*' if certain else ''}", va="bottom", fontsize=7, **style)
+    axis.text(place[0], place[1] + 0.08, "\n".join(below), va="top", fontsize=5.5, **style)

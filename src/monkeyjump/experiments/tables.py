@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from monkeyjump.evaluation.metrics import PairedDifference, holm
 from monkeyjump.experiments.comparison import Comparison, failed
-from monkeyjump.record import RunRecord, numbered, read_record, write_atomic, write_record
+from monkeyjump.record import RunRecord, jsonable, numbered, read_record, write_atomic, write_record
 from monkeyjump.tables import Bold, Table, csv_text
 
 SIDE_BY_SIDE = 4  # columns that fit beside the task names on 80 columns
@@ -28,6 +30,11 @@ def percent(values: list[float]) -> str:
 def in_seeds(count: int, several: str = "") -> str:
     """How many seeds there are; where there are several, with what that allows to say."""
     return f"{count} seeds{several}" if count > 1 else "1 seed"
+
+
+def digest(rows: list[dict[str, Any]]) -> str:
+    """What a picture carries of the numbers that it was made from."""
+    return hashlib.sha256(json.dumps(jsonable(rows), sort_keys=True).encode()).hexdigest()
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, dict[str, list[float]]]]:
