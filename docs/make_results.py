@@ -1,11 +1,11 @@
 """The tables of measurements in docs/*.md, from records: `python docs/make_results.py`.
 
 A line `<!-- table: KIND NAME -->` is followed by a table up to the next empty line. Everything else is written by hand.
-KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `effects`,
-`costs`, `map` or `place` of a study, `pictures`, `serving`, or has no name: `forecasts` of all mixtures, `advice` of
-them beside what training found, `claims`, every claim of the paper that a study tests, and `headlines`, what its
-summary says, with what became of it. A line `<!-- figure: study NAME -->` stands above the picture of a study, and
-`<!-- figure: map NAME -->` above that of a map.
+KIND is `methods` or `tasks` of a comparison, `routed` of one, which is MJ-LoRA against all others, `study`, `effects`
+or `costs` of a study, `map`, `together` or `place` of a map, `pictures`, `serving`, or has no name: `forecasts` of all
+mixtures, `advice` of them beside what training found, `claims`, every claim of the paper that a study tests, and
+`headlines`, what its summary says, with what became of it. A line `<!-- figure: study NAME -->` stands above the
+picture of a study, and `<!-- figure: map NAME -->` above that of a map.
 """
 
 from __future__ import annotations
@@ -183,6 +183,24 @@ def _map(records: Path, name: str) -> Table:
         own = {row["method"]: row["mean"] for row in metrics["rows"] if all(row[key] == place[key] for key in place)}
         rows.append([*words, f"{100 * own['constant gate']:.1f}", *cells])
     return Table("", ["cue", "conflict", "rules", "rank", "constant gate", *metrics["methods"]], rows)
+
+
+def _together(records: Path, name: str) -> Table:
+    """Gains over the constant gate, the mean of all places of a number of rules: a line a method, paired by seed."""
+    metrics = _metrics(records, name)
+    counts = sorted({place["rules"] for place in metrics["places"]})
+    found: dict[tuple[str, int], list[float]] = {}  # the mean of each seed
+    for method in ("constant gate", "lora", *metrics["methods"]):
+        for rules in counts:
+            own = [row["values"] for row in metrics["rows"] if (row["method"], row["rules"]) == (method, rules)]
+            found[method, rules] = [fmean(seed) for seed in zip(*own, strict=True)]
+    lines = {
+        key: (values, found["constant gate", key[1]]) for key, values in found.items() if key[0] != "constant gate"
+    }
+    p_values = holm([paired_difference(*pair).p_value for pair in lines.values()])
+    told = {key: _against(*pair, p) for (key, pair), p in zip(lines.items(), p_values, strict=True)}
+    rows = [[method, *(told[method, rules] for rules in counts)] for method in ("lora", *metrics["methods"])]
+    return Table("", ["method", *(f"{rules} rules" for rules in counts)], rows)
 
 
 def _place(records: Path, name: str) -> Table:
@@ -433,9 +451,9 @@ def _beats(gain: Interval, record: str) -> list[str]:
 
 
 TABLES = {
-    "methods": _methods, "tasks": _tasks, "study": _study, "effects": _effects, "costs": _costs, "map": _map,
-    "place": _place, "pictures": _pictures, "serving": _serving, "forecasts": _forecasts, "advice": _advice,
-    "routed": _routed, "claims": _claims, "headlines": _headlines,
+    "methods": _methods, "tasks": _tasks, "routed": _routed, "study": _study, "effects": _effects, "costs": _costs,
+    "map": _map, "together": _together, "place": _place, "pictures": _pictures, "serving": _serving,
+    "forecasts": _forecasts, "advice": _advice, "claims": _claims, "headlines": _headlines,
 }  # fmt: skip
 
 
