@@ -22,7 +22,7 @@ from PIL import Image
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import Interval, holm, paired_difference
 from monkeyjump.experiments.ablate import EQUAL, choice_effects, plot_study, verdicts
-from monkeyjump.experiments.conflict import plot_map
+from monkeyjump.experiments.conflict_map import plot_map
 from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import digest, spread

@@ -17,12 +17,13 @@ from monkeyjump import methods as presets
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import holm
-from monkeyjump.experiments import conflict
+from monkeyjump.experiments import conflict, conflict_map
 from monkeyjump.experiments.comparison import Cell, Comparison
 from monkeyjump.experiments.conflict_tasks import ANSWERS, CUES, Setting, rows_of, write_tasks
 from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.models import load_model
 from monkeyjump.routing.centroid import task_gates
+from monkeyjump.tables import Bold
 from monkeyjump.tasks import load_examples
 from monkeyjump.tasks.task_file import load_task_file
 from monkeyjump.training.recipe import Recipe, overridden
@@ -147,9 +148,9 @@ def test_a_planted_gain_is_found_where_it_was_planted() -> None:
     assert certain == {(1, "paper", "constant gate"), (1, "paper", "lora")}
     assert {gain.reference for gain in found.gains()} == {"constant gate", "lora", "lora for moelora"}
     assert all(gain.nll["mean"] == pytest.approx(-gain.points["mean"]) for gain in found.gains())
-    rows = conflict.map_table(found).rows
+    rows = conflict_map.map_table(found).rows
     assert [row[1:3] for row in rows] == [["60.0", "paper"], ["60.0", "paper"]]
-    assert [isinstance(row[3], conflict.Bold) for row in rows] == [False, True]
+    assert [isinstance(row[3], Bold) for row in rows] == [False, True]
     assert found.unlearned() == []
     for cell in grid.final:  # down to 36 % where guessing gives 25, and to 58 % where half of the rules are one
         cell.metrics["mean"] -= 0.24 if "-0-" in cell.method else 0.07

@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
         Setting(c, rules, rank, cue) for cue, rank, rules in product(*axes) for c in _listed(options, "conflict", float)
     ]
     with uncollected():
-        from monkeyjump.experiments.conflict import RECIPE, chosen, map_table, run_map, save_map
+        from monkeyjump.experiments.conflict import RECIPE, chosen, run_map
+        from monkeyjump.experiments.conflict_map import map_table, save_map
 
     recipe = overridden(Recipe(), [*RECIPE, *options.overrides])
     lrs, methods, output = checked_rates(options, recipe), chosen(options.methods), Path(options.output or OUTPUT)
