@@ -24,6 +24,10 @@ class NoMemoryError(ConfigError):
     """Settings that do not fit into the memory of this machine."""
 
 
+class InUseError(ConfigError):
+    """A folder in which another process trains."""
+
+
 class MonkeyJumpWarning(UserWarning):
     """Every warning of this package has this class, so that a filter can name them wherever they seem to come from."""
 

@@ -10,24 +10,26 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from monkeyjump.cli.main import main
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments import jobs as module
 from monkeyjump.experiments.compare import grid_of_methods, make_cell
 from monkeyjump.experiments.comparison import Comparison
+from monkeyjump.experiments.worker import IN_USE, NO_MEMORY
 from monkeyjump.models import load_tokenizer
 from monkeyjump.record import read_record
 from monkeyjump.tasks import expand
 from monkeyjump.tasks.encode import Encoder
 from monkeyjump.training.data import training_data
 from monkeyjump.training.fast import FastSettings
-from monkeyjump.training.folder import locked
 from monkeyjump.training.recipe import Recipe, load_recipe
 from monkeyjump.training.shared import Shared
 from tests.experiments import orphan
@@ -41,7 +43,7 @@ class FakeWorkers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive: dict[int, FakeWorkers.One] = {}
         self.made: list[tuple[int, str]] = []
-        self.failing: dict[str, tuple[str, bool]] = {}  # a run's name -> its answer
+        self.failing: dict[str, tuple[str, str]] = {}  # a run's name -> its answer
         self.dying: set[str] = set()
         monkeypatch.setattr(module.Processes.__init__, "__defaults__", (lambda number, jobs: self.One(self, number),))
         monkeypatch.setattr(module, "load_tokenizer", lambda name: None)
@@ -59,11 +61,13 @@ class FakeWorkers:
                 self.theirs.close()
                 return
             answer = self.workers.failing.get(recipe.name)
-            if answer == ("too much", True) and len(self.workers.alive) == 1:
+            if answer == ("too much", NO_MEMORY) and len(self.workers.alive) == 1:
                 answer = None  # it fits alone
+            if answer is not None and answer[1] == IN_USE:
+                del self.workers.failing[recipe.name]  # the other has given up when it is asked again
             if answer is None:
                 make_cell(recipe, test, Shared())
-            self.theirs.send(answer or (None, False))
+            self.theirs.send(answer or (None, ""))
 
         def interrupt(self) -> None: ...
 
@@ -103,7 +107,7 @@ def test_side_by_side_is_one_after_another(fakes: FakeRuns, workers: FakeWorkers
 def test_what_fails_is_named_and_the_others_go_on(
     fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workers.failing["mjlora-0.002-0"] = ("disk full", False)
+    workers.failing["mjlora-0.002-0"] = ("disk full", "")
     workers.dying.add("lora-0.002-1")
     with pytest.raises(ConfigError) as caught:
         both(tmp_path, jobs=2)
@@ -127,15 +131,56 @@ def test_what_fails_is_named_and_the_others_go_on(
     assert both(tmp_path, jobs=2).final == both(tmp_path / "other", jobs=1).final
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("made", [True, False])
+def test_what_another_process_makes_is_waited_for(
+    made: bool, jobs: int, fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands with one folder share its runs: what the other makes is taken over, and made here if it gives up."""
+    whole = both(tmp_path / "whole", jobs=1, controls=False)
+    cell = Path("cells", "mjlora", "lr-0.002", "seed-0")
+    (tmp_path / "shared" / cell).mkdir(parents=True)
+    lock = FileLock(tmp_path / "shared" / cell / ".lock", thread_local=False)
+    lock.acquire()
+
+    def other_ends() -> None:
+        if made:
+            record = (tmp_path / "whole" / cell / "record.json").read_text()
+            (tmp_path / "shared" / cell / "record.json").write_text(record)
+        lock.release()
+
+    def look(connections: list[Any], timeout: float | None) -> list[Any]:
+        if not connections:
+            other_ends()
+        return wait(connections, timeout and 0)
+
+    monkeypatch.setattr(module, "wait", look)
+    monkeypatch.setattr("monkeyjump.experiments.compare.time.sleep", lambda _: other_ends())
+    before = len(fakes.asked)
+    found = both(tmp_path / "shared", jobs=jobs, controls=False)
+    assert sorted(map(repr, found.final)) == sorted(map(repr, whole.final))
+    assert len(fakes.asked) - before == before - made
+    assert not lock.is_locked
+
+
+def test_a_folder_that_another_process_took_first_is_no_failure(
+    fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.failing["mjlora-0.001-0"] = ("folder in use", IN_USE)
+    assert len(both(tmp_path, jobs=2, controls=False).final) == 4
+    assert [name for _, name in workers.made].count("mjlora-0.001-0") == 2
+    assert "elsewhere   1/8 mjlora, rate 0.001, seed 0\n" in capsys.readouterr().out
+
+
 def test_a_run_that_does_not_fit_beside_others_is_made_alone(
     fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workers.failing["mjlora-0.001-0"] = ("too much", True)
+    workers.failing["mjlora-0.001-0"] = ("too much", NO_MEMORY)
     both(tmp_path, jobs=2, controls=False)
     assert "no memory   1/8 mjlora, rate 0.001, seed 0: again alone; 1 at a time" in capsys.readouterr().out
     assert [name for _, name in workers.made].count("mjlora-0.001-0") == 2
     assert {number for number, _ in workers.made[2:]} == {0}
-    workers.failing["lora-0.004-0"] = ("too much, even alone", True)
+    workers.failing["lora-0.004-0"] = ("too much, even alone", NO_MEMORY)
     with pytest.raises(ConfigError, match=r"lora, rate 0\.004, seed 0: too much, even alone"):
         compare(load_recipe("quickstart"), ["lora"], [0, 1], [4e-3], tmp_path, jobs=3)
     assert [name for _, name in workers.made].count("lora-0.004-0") == 2
@@ -197,14 +242,14 @@ def test_processes_give_the_same_as_one(tmp_path: Path, capsys: pytest.CaptureFi
     ]
     assert main([*words, "--no-controls", "--output", str(tmp_path / "one"), "--jobs", "1"]) == 0
     again = [*words, "--no-controls", "--output", str(tmp_path / "two"), "--jobs", "2"]
-    busy = Path("cells", "lora", "lr-0.01", "seed-1")
-    with locked(tmp_path / "two" / busy):
-        assert main(again) == 2
+    lock = tmp_path / "two" / "cells" / "lora" / "lr-0.01" / "seed-1" / ".lock"
+    lock.mkdir(parents=True)  # where a file is wanted
+    assert main(again) == 2
     said = capsys.readouterr()
-    assert "lora, rate 0.01, seed 1: folder in use" in said.err
+    assert "lora, rate 0.01, seed 1: IsADirectoryError" in said.err
     assert "finished    3/4 " in said.out
-    assert read_record(tmp_path / "two" / busy / "record.json").status == "failed"
-    assert "another process trains in this folder" in (tmp_path / "two" / busy / "output.log").read_text()
+    assert "IsADirectoryError" in (lock.parent / "output.log").read_text()
+    lock.rmdir()
     logs = [path.read_text() for path in (tmp_path / "two").glob("cells/*/*/*/output.log")]
     assert len(logs) == 4
     assert not any("is deprecated" in log for log in logs)  # what others say to each other

@@ -20,12 +20,13 @@ import torch
 
 from monkeyjump import methods as presets
 from monkeyjump.analysis.rows import mean_gate
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, InUseError
 from monkeyjump.evaluation.run import EvaluationReport, load_adapter
 from monkeyjump.experiments.comparison import Comparison, Wanted
 from monkeyjump.record import RunRecord, numbered, read_record, recording, writable_folder, write_record
 from monkeyjump.tasks import expand
 from monkeyjump.tasks.preflight import look_at
+from monkeyjump.training.folder import locked
 from monkeyjump.training.recipe import Recipe, recipe_from
 from monkeyjump.training.run import run, score_on_test
 from monkeyjump.training.shared import Shared
@@ -89,10 +90,15 @@ def _run_rest(comparison: Comparison, output: Path) -> None:
     from monkeyjump.experiments.jobs import Schedule
 
     schedule = Schedule(comparison, output)
-    while missing := [wanted for wanted in comparison.wanted() if wanted not in schedule.failed]:
-        wanted, began = missing[0], time.perf_counter()
+    while (ready := schedule.ready(set())) or schedule.elsewhere:
+        if not ready:
+            time.sleep(schedule.LOOK)
+            continue
+        wanted, began = ready[0], time.perf_counter()
         try:
             run_here(comparison, output, wanted)
+        except InUseError:
+            pass  # it came between
         except Exception as error:  # whatever it is, the next run may do without it
             if not isinstance(error, ConfigError):
                 traceback.print_exc()
@@ -134,6 +140,8 @@ def run_here(comparison: Comparison, output: Path, wanted: Wanted) -> None:
 
 def make_cell(recipe: Recipe, test: bool, shared: Shared) -> RunRecord:
     """Train and score, and write the record. What the search has trained, and what is still there, is only scored."""
+    with locked(recipe.folder):  # else nothing is written beside what another process is at
+        pass
     searched = finished(recipe, test=False) if test else None
     there = (recipe.folder / "adapter" / "adapter_model.safetensors").is_file()
     if searched is not None and there and searched.metrics.get("diverged_at") is None:  # what diverged cannot be loaded

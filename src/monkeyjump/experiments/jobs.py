@@ -22,11 +22,12 @@ import torch
 from monkeyjump.errors import ConfigError
 from monkeyjump.experiments.compare import CELL, cell_recipe, finished, recorded
 from monkeyjump.experiments.comparison import Comparison, Wanted
-from monkeyjump.experiments.worker import work
+from monkeyjump.experiments.worker import IN_USE, NO_MEMORY, work
 from monkeyjump.models import load_tokenizer, resolve
 from monkeyjump.record import RunRecord, read_record
 from monkeyjump.training.data import encode_ahead
 from monkeyjump.training.estimate import in_words
+from monkeyjump.training.folder import in_use
 from monkeyjump.training.recipe import Recipe
 
 GRACE = 60  # seconds in which a stopped process may write its checkpoint
@@ -90,19 +91,24 @@ class Worker:
 class Schedule:
     """Which runs can be made now, and what became of the others; whoever makes them asks and tells."""
 
+    LOOK = 2.0  # seconds between two looks at what other processes make
+
     def __init__(self, comparison: Comparison, output: Path) -> None:
         self.comparison, self.output = comparison, output
         self.failed: dict[Wanted, str] = {}
+        self.elsewhere: set[Wanted] = set()  # what another process makes in the same folder
 
     def ready(self, running: set[Wanted]) -> list[Wanted]:
         """What can be made now. Runs that were made before are taken over on the way, and may make others ready."""
         taken = {*self.failed, *running}
         while True:
             ready = [wanted for wanted in self.comparison.wanted() if wanted not in taken]
-            records = {w: finished(cell_recipe(self.comparison, self.output, w), w.test) for w in ready}
+            recipes = {wanted: cell_recipe(self.comparison, self.output, wanted) for wanted in ready}
+            records = {wanted: finished(recipe, wanted.test) for wanted, recipe in recipes.items()}
             there = {wanted: record for wanted, record in records.items() if record is not None}
             if not there:
-                return ready
+                self.elsewhere = {wanted for wanted, recipe in recipes.items() if in_use(recipe.folder)}
+                return [wanted for wanted in ready if wanted not in self.elsewhere]
             for wanted, record in there.items():
                 self.comparison.add(wanted, record)
 
@@ -145,9 +151,9 @@ class Processes(Schedule):
         encoding.start()
         try:
             self._hand_out()
-            while self.running:
+            while self.running or self.elsewhere:
                 numbers = {self.workers[number].connection: number for number in self.running}
-                for connection in wait(list(numbers)):
+                for connection in wait(list(numbers), self.LOOK if self.elsewhere else None):
                     self._take_back(numbers[connection])
                 self._hand_out()
         finally:
@@ -201,10 +207,13 @@ class Processes(Schedule):
         wanted, recipe, began = self.running.pop(number)
         seconds = time.perf_counter() - began
         try:
-            error, no_memory = self.workers[number].connection.recv()
+            error, why = self.workers[number].connection.recv()
         except (EOFError, OSError):
-            error, no_memory = self._died(number, recipe), False
-        if error is None:
+            error, why = self._died(number, recipe), ""
+        no_memory = why == NO_MEMORY
+        if why == IN_USE:
+            self.say("elsewhere", wanted)
+        elif error is None:
             self.finish(wanted, read_record(recipe.folder / CELL), seconds, self.jobs)
         elif no_memory and self.jobs > 1 and wanted not in self.alone:
             self.alone.add(wanted)

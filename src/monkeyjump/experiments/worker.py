@@ -20,11 +20,12 @@ from pathlib import Path
 from monkeyjump.first_imports import without_advice_to_others
 
 LOG = "output.log"
+NO_MEMORY, IN_USE = "no memory", "in use"
 GRACE = 600.0  # seconds for the checkpoint of a run whose parent is gone
 
 
 def work(connection: Connection, jobs: int, gpu: str | None) -> None:
-    """Answer every run with its error in words, or None, and whether memory was the reason."""
+    """Answer every run with its error in words, or None, and the reason, where it is one that others know to handle."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     if hasattr(os, "setsid"):
@@ -37,7 +38,7 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
 
         import torch
 
-        from monkeyjump.errors import NoMemoryError
+        from monkeyjump.errors import InUseError, NoMemoryError
         from monkeyjump.experiments.compare import in_a_line, make_cell
         from monkeyjump.training.shared import Shared
 
@@ -53,7 +54,8 @@ def work(connection: Connection, jobs: int, gpu: str | None) -> None:
             said = None if problem is None else in_a_line(problem)
             if problem is None and not gc.get_freeze_count():
                 gc.freeze()  # modules, base model and compiled code stay, and every run ends with two collections
-            connection.send((said, isinstance(problem, torch.OutOfMemoryError | NoMemoryError)))
+            no_memory = isinstance(problem, torch.OutOfMemoryError | NoMemoryError)
+            connection.send((said, NO_MEMORY if no_memory else IN_USE if isinstance(problem, InUseError) else ""))
             recipe, test = connection.recv()
             _print_to(recipe.folder / LOG)
     gc.unfreeze()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from monkeyjump.errors import ConfigError
+from monkeyjump.errors import ConfigError, InUseError
 from monkeyjump.record import free_path, writable_folder
 from monkeyjump.training.progress import forget_after
 from monkeyjump.training.trainer import last_checkpoint
 
-RECORD = "record.json"
+RECORD, LOCK = "record.json", ".lock"
 _REPORT = tuple(f"evaluation.{ending}" for ending in ("json", "csv", "html", "predictions.jsonl"))
 _RESULTS = ("adapter", "checkpoints", "log.jsonl", "expert-usage.png", RECORD, *_REPORT)
 
@@ -23,17 +23,27 @@ _RESULTS = ("adapter", "checkpoints", "log.jsonl", "expert-usage.png", RECORD, *
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder for one run. The system frees the lock of a process that ended, however it ended."""
-    lock = FileLock(writable_folder(folder, "output") / ".lock")
+    lock = FileLock(writable_folder(folder, "output") / LOCK)
     try:
         held = lock.acquire(timeout=0)
     except Timeout:
-        raise ConfigError(
+        raise InUseError(
             f"output={str(folder)!r}: another process trains in this folder. Wait for its end, or choose another "
             "folder with output=DIR.",
             title="folder in use",
         ) from None
     with held:
         yield
+
+
+def in_use(folder: Path) -> bool:
+    if not (folder / LOCK).is_file():
+        return False
+    try:
+        with locked(folder):
+            return False
+    except InUseError:
+        return True
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, overwrite: bool) -> Path | None:
