@@ -23,6 +23,7 @@ from monkeyjump.errors import ConfigError
 from monkeyjump.evaluation.metrics import Interval, holm, paired_difference
 from monkeyjump.experiments.ablate import EQUAL, choice_effects, plot_study, verdicts
 from monkeyjump.experiments.conflict_map import plot_map
+from monkeyjump.experiments.conflict_tasks import Setting
 from monkeyjump.experiments.forecast import Forecast
 from monkeyjump.experiments.study import Study, load_study, names
 from monkeyjump.experiments.tables import digest, spread
@@ -168,7 +169,7 @@ def _costs(records: Path, name: str) -> Table:
 
 
 def _map(records: Path, name: str) -> Table:
-    """The accuracy of the constant gate, and gains over it in points: a line a place, a column a method."""
+    """The accuracy of the constant gate, gains over it in points, and the forecast: a line a place."""
     metrics, rows = _metrics(records, name), []
     gains = [gain for gain in metrics["gains"] if gain["reference"] == "constant gate"]
     for place in metrics["places"]:
@@ -181,8 +182,9 @@ def _map(records: Path, name: str) -> Table:
             cells.append(f"{text} *" if certain else text)
         words = [place["cue"], f"{place['conflict']:g}", str(place["rules"]), str(place["rank"])]
         own = {row["method"]: row["mean"] for row in metrics["rows"] if all(row[key] == place[key] for key in place)}
-        rows.append([*words, f"{100 * own['constant gate']:.1f}", *cells])
-    return Table("", ["cue", "conflict", "rules", "rank", "constant gate", *metrics["methods"]], rows)
+        said = _agreement(_forecast(metrics["forecasts"][Setting(**place).data]))
+        rows.append([*words, f"{100 * own['constant gate']:.1f}", *cells, said])
+    return Table("", ["cue", "conflict", "rules", "rank", "constant gate", *metrics["methods"], "agreement"], rows)
 
 
 def _together(records: Path, name: str) -> Table:

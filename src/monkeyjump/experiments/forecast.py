@@ -96,10 +96,11 @@ class Forecast:
         if agreement + 2 * (error or 0.0) >= 0:
             found = "Nothing says that the tasks are opposed, and no route was found to help then: take method=lora."
         elif self.told_apart:
-            found = "The tasks are opposed, and prompts tell them apart: try method=mjlora_prompt, with lora beside it."
+            found = "The tasks are opposed, and prompts tell them apart: "
+            found += "for few steps, try method=mjlora_prompt, with lora beside it."
         else:
             found = "The tasks are opposed, and prompts do not tell them apart: "
-            found += "where tasks are known, try method=mjlora_task."
+            found += "for few steps, try method=mjlora_task."
         return found + left
 
     @property
