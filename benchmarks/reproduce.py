@@ -28,6 +28,8 @@ from pathlib import Path
 from cells import unpack  # beside this file
 from pictures import write_tasks
 
+from monkeyjump.experiments.conflict_tasks import Setting
+from monkeyjump.experiments.conflict_tasks import write_tasks as write_rules
 from monkeyjump.methods.presets import COMPARED, PEERS
 from monkeyjump.record import write_atomic
 
@@ -49,6 +51,10 @@ DRAWINGS = (
     f"compare vlm-tiny --methods {','.join(ALL)} --lrs 2e-3,4e-3,8e-3 --widen adapter.tasks=3 "
     "train.max_steps=60 train.batch_size=16 train.eval_steps=30 evaluate.test_limit=null"
 )  # after 120 steps LoRA has 96 to 99 %
+RULES = {
+    conflict: f"tasks={{tasks}}/wording-2-{conflict}/rule-00.yaml,{{tasks}}/wording-2-{conflict}/rule-01.yaml"
+    for conflict in (100, 0)
+}  # two that agree on nothing, and two that are one
 MAP = (
     "study conflict --conflict 0,0.5,1 --rules 2,8 --ranks 1,4 --cues wording --lrs 2e-3,4e-3,8e-3 "
     "--methods paper,ranks,prompt,oracle,lime,moelora,hydralora "
@@ -81,11 +87,17 @@ LANES = {
         ("text14", f"ablate {HOME}/defaults-again.yaml --recipe text14-study --seeds 5 {TEXT}"),
     ),
     "small": (
-        ("map", f"{MAP} --seeds 3"),
         (
             "phrases-long",
             f"ablate {HOME}/groups-three.yaml --recipe {HOME}/reviews.yaml name=phrases {PHRASES} --seeds 10 "
             "--lrs 2e-3,4e-3,8e-3 train.max_steps=160 train.eval_steps=160",
+        ),
+        *(
+            (
+                f"rules-{place}",
+                f"ablate {HOME}/shared.yaml --recipe {HOME}/rules.yaml {tasks} adapter.r=2 --seeds 20",
+            )
+            for place, tasks in RULES.items()
         ),
         ("drawings", f"{DRAWINGS} --seeds 3"),
         ("map", f"{MAP} --seeds 5"),
@@ -142,7 +154,7 @@ class Lane(threading.Thread):
 
 
 def own_tasks(data: Path, output: Path) -> None:
-    """The task files of tasks asked both ways beside links to their data, and short phrases of SST-2."""
+    """The task files of tasks asked both ways beside links to their data, short phrases of SST-2, and rules."""
     folder = output / "tasks"
     folder.mkdir(parents=True, exist_ok=True)
     for file in HOME.glob("*-*.yaml"):
@@ -150,6 +162,8 @@ def own_tasks(data: Path, output: Path) -> None:
     for name in ("sst2", "qqp", "qnli"):
         if not (folder / name).exists():
             (folder / name).symlink_to(data.resolve() / name)
+    for conflict in (0, 1):
+        write_rules(Setting(conflict, rules=2, rank=2, cue="wording"), folder)
     with gzip.open(data / "sst2" / "train.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [line for line in file if 2 <= len(json.loads(line)["sentence"].split()) <= 6]
     random.Random(0).shuffle(rows)
