@@ -37,7 +37,7 @@ HOME = Path(__file__).parent / "opposed"
 TAKEN = {"text14": "cells-text14-study-smollm2-135m-h200", "drawings": "cells-drawings-vlm-tiny-h200"}
 TEXT = "--lrs 4e-3,8e-3 --widen --data {data}"
 ALL = (*COMPARED, *PEERS)
-BEST = "moa"  # of the mixtures, with one seed
+BEST = "moa,moe_propulsion"  # of the mixtures, with one seed
 SCALING = ("propulsion", "moe_propulsion", "mjpropulsion")
 # the controls are those of `seeds`: no run is made twice
 METHODS = f"compare text14-study {TEXT} --no-controls --methods"
