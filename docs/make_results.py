@@ -386,9 +386,7 @@ def _headlines(records: Path, name: str) -> Table:
     saved = [1 - step[routed]["peak_bytes"] / step["moelora"]["peak_bytes"] for routed in SAME_ADAPTER]
     equal = all(size[routed] == size[plain] for routed, plain in PLAIN.items())
     text, images = _means(records, TEXT), _means(records, IMAGES)
-    on_text, mixture = (
-        paired_difference(text["mjlora"], text[other], SCORES).interval for other in ("lora", MIXTURE)
-    )
+    on_text, mixture = (paired_difference(text["mjlora"], text[other], SCORES).interval for other in ("lora", MIXTURE))
     once = _means(records, MIXTURES)
     less = [100 * (once["mjlora"][0] - once[other][0]) for other in MIXED if other != MIXTURE]
     on_images = paired_difference(images["mjlora"], images["lora"], SCORES).interval
