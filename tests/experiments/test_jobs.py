@@ -134,7 +134,13 @@ def test_what_fails_is_named_and_the_others_go_on(
 @pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize("made", [True, False])
 def test_what_another_process_makes_is_waited_for(
-    made: bool, jobs: int, fakes: FakeRuns, workers: FakeWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: bool,
+    jobs: int,
+    fakes: FakeRuns,
+    workers: FakeWorkers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two commands with one folder share its runs: what the other makes is taken over, and made here if it gives up."""
     whole = both(tmp_path / "whole", jobs=1, controls=False)
@@ -161,6 +167,8 @@ def test_what_another_process_makes_is_waited_for(
     assert sorted(map(repr, found.final)) == sorted(map(repr, whole.final))
     assert len(fakes.asked) - before == before - made
     assert not lock.is_locked
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waiting ")]
+    assert [line.partition(" mj")[2] for line in said] == ["lora, rate 0.002, seed 0: another process makes it"]
 
 
 def test_a_folder_that_another_process_took_first_is_no_failure(
@@ -169,7 +177,7 @@ def test_a_folder_that_another_process_took_first_is_no_failure(
     workers.failing["mjlora-0.001-0"] = ("folder in use", IN_USE)
     assert len(both(tmp_path, jobs=2, controls=False).final) == 4
     assert [name for _, name in workers.made].count("mjlora-0.001-0") == 2
-    assert "elsewhere   1/8 mjlora, rate 0.001, seed 0\n" in capsys.readouterr().out
+    assert "elsewhere   1/8 mjlora, rate 0.001, seed 0: another process makes it\n" in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_fit_beside_others_is_made_alone(

@@ -92,7 +92,7 @@ def _run_rest(comparison: Comparison, output: Path) -> None:
     schedule = Schedule(comparison, output)
     while (ready := schedule.ready(set())) or schedule.elsewhere:
         if not ready:
-            time.sleep(schedule.LOOK)
+            time.sleep(schedule.wait_for_others())
             continue
         wanted, began = ready[0], time.perf_counter()
         try:

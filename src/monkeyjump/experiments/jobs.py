@@ -97,6 +97,7 @@ class Schedule:
         self.comparison, self.output = comparison, output
         self.failed: dict[Wanted, str] = {}
         self.elsewhere: set[Wanted] = set()  # what another process makes in the same folder
+        self.said_waiting = False
 
     def ready(self, running: set[Wanted]) -> list[Wanted]:
         """What can be made now. Runs that were made before are taken over on the way, and may make others ready."""
@@ -129,6 +130,13 @@ class Schedule:
                 title="runs have failed",
             )
 
+    def wait_for_others(self) -> float:
+        """Said once, when there is nothing else to do; the seconds until the next look."""
+        if not self.said_waiting:
+            self.say("waiting", min(self.elsewhere, key=str), ": another process makes it")
+        self.said_waiting = True
+        return self.LOOK
+
     def say(self, what: str, wanted: Wanted, end: str = "") -> None:
         only = " (validation only)" if what in ("started", "submitted") and not wanted.test else ""
         print(f"{what:9} {self.comparison.done:3}/{self.comparison.total} {wanted}{only}{end}", flush=True)
@@ -153,7 +161,8 @@ class Processes(Schedule):
             self._hand_out()
             while self.running or self.elsewhere:
                 numbers = {self.workers[number].connection: number for number in self.running}
-                for connection in wait(list(numbers), self.LOOK if self.elsewhere else None):
+                look = self.wait_for_others() if not self.running else self.LOOK if self.elsewhere else None
+                for connection in wait(list(numbers), look):
                     self._take_back(numbers[connection])
                 self._hand_out()
         finally:
@@ -212,7 +221,7 @@ class Processes(Schedule):
             error, why = self._died(number, recipe), ""
         no_memory = why == NO_MEMORY
         if why == IN_USE:
-            self.say("elsewhere", wanted)
+            self.say("elsewhere", wanted, ": another process makes it")
         elif error is None:
             self.finish(wanted, read_record(recipe.folder / CELL), seconds, self.jobs)
         elif no_memory and self.jobs > 1 and wanted not in self.alone:
