@@ -142,7 +142,7 @@ def test_a_planted_gain_is_found_where_it_was_planted() -> None:
                 points = 0.6 + noise + (gain[int(place.conflict)] if method == "paper" else 0)
                 metrics = {"mean": points, "mean_nll": 1 - points, "trainable": 1}
                 grid.final.append(Cell(conflict._label(method, place), 1e-3, seed, metrics))
-    before = {place.data: {"agreement": 1.0, "prompt_bits": 0.0} for place in places}
+    before = {place.data: {"agreement_of_known": [1.0, None], "prompt_bits": 0.0} for place in places}
     found = conflict.Map(places, ["paper", "moelora"], Recipe(), grid, before)
     certain = {(gain.setting.conflict, gain.method, gain.reference) for gain in found.gains() if gain.certain}
     assert certain == {(1, "paper", "constant gate"), (1, "paper", "lora")}

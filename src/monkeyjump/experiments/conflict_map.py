@@ -21,10 +21,8 @@ def map_table(found: Map) -> Table:
         here = [gain for gain in gains if gain.setting == setting]
         best = max((g for g in here if g.reference == CONSTANT), key=lambda gain: gain.points["mean"])
         other = next(gain for gain in here if gain.method == best.method and gain.reference != CONSTANT)
-        before = [
-            f"{found.forecasts[setting.data][name]:{form}}"
-            for name, form in (("agreement", "+.2f"), ("prompt_bits", ".3f"))
-        ]
+        said = found.forecasts[setting.data]
+        before = [f"{said['agreement_of_known'][0]:+.2f}", f"{said['prompt_bits']:.3f}"]
         reached = f"{100 * found.accuracy(setting, CONSTANT):.1f}"
         rows.append([str(setting), reached, best.method, *(_shown(gain) for gain in (best, other)), *before])
     seeds = in_seeds(len(found.grid.seeds), f", ± s.e.; bold: corrected p < {CERTAIN:g}")
